@@ -1,13 +1,15 @@
 """Plans the training of one model on several cards: the same search as for one card, for each way to divide it.
 
-A rehearsal of one rank shows the memory of all of them: the first one holds the most. So the number of cards does not
-change the time that planning takes.
+A rehearsal of one rank shows the memory of all of them. The one that holds the most is rehearsed: the first one, or
+with ZeRO-1 the one with the most optimizer state. So the number of cards does not change the time that planning takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+
+import torch
 
 from planner import pipeline
 from planner.choose.chooser import TIE
@@ -75,6 +77,11 @@ def plan_sharded(
 
 def _divided(workload: Workload, cards: int) -> Workload:
     """Return the workload of one card."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise WorkloadError(
+            "this process belongs to a process group, and a plan for several cards is rehearsed in a group of its own: "
+            "plan before torch.distributed.init_process_group(), or in another process, and load the saved plan here"
+        )
     if workload.step is not None:
         raise WorkloadError(
             "a training step of your own cannot be planned for several cards, because only your code says where "
@@ -89,7 +96,33 @@ def _divided(workload: Workload, cards: int) -> Workload:
     batch = resized(
         workload.batch, samples, device=None, present=workload.batch_size, not_by_sample=workload.not_by_sample
     )
-    return dataclasses.replace(workload, batch=batch, batch_size=samples)
+    notes = (*workload.notes, *_batch_norm_notes(workload.model), *_loss_notes(workload))
+    return dataclasses.replace(workload, batch=batch, batch_size=samples, notes=notes)
+
+
+def _batch_norm_notes(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return a note if the model normalizes over the samples of one card."""
+    norms = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
+    ]
+    if not norms:
+        return ()
+    return (
+        f"'{norms[0]}' and other BatchNorm layers compute their statistics from the samples of one card, so that "
+        "training differs from that on one card: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) uses all samples",
+    )
+
+
+def _loss_notes(workload: Workload) -> tuple[str, ...]:
+    """Return a note on what the ranks assume of a loss function."""
+    if workload.loss_fn is None:
+        return ()
+    return (
+        "the loss function is taken for a mean over samples: if it is a mean over something else, or a sum, give "
+        "loss_weight to rewrite.apply, so that the cards are weighed accordingly",
+    )
 
 
 def _best(plans: list[Plan]) -> Plan:

@@ -16,17 +16,19 @@ from planner.estimate.footprint import with_whole_batch
 from planner.plan_types.decision_base import (
     Decision,
     Role,
-    cards_of,
     has_role,
     micro_batch_size_of,
     micro_batches_of,
     without_roles,
 )
+from planner.plan_types.decisions import Shard
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.rehearsal import Between, MakeBatch, Rehearsal
 from planner.recording.step_graph import TWO_STEPS, Schedule, StepGraph
 from planner.rewrite.application import Rewritten, apply_decisions
+from planner.rewrite.optimizers import make_optimizers
+from planner.rewrite.rules.shard import fullest_rank
 from planner.rewrite.step import TrainingStep
 from planner.virtual_gpu.backend import Target
 from planner.virtual_gpu.forked_process import Child
@@ -203,7 +205,7 @@ def start_rehearsal(
         batch_size=workload.batch_size,
         not_by_sample=workload.not_by_sample,
         prepare=prepare,
-        target=Target.of(card, cards=cards_of(decisions)),
+        target=_target(workload, decisions, card),
         answers=workload.answers,
         micro_batch_sizes=sizes,
         steps=steps,
@@ -286,7 +288,7 @@ def start_update(
         batch_size=workload.batch_size,
         not_by_sample=workload.not_by_sample,
         prepare=prepare,
-        target=Target.of(card, cards=cards_of(decisions)),
+        target=_target(workload, decisions, card),
         answers=workload.answers,
         micro_batch_sizes=(1,),
         steps=1,
@@ -299,6 +301,16 @@ def start_update(
 def _with_sharding(workload: Workload, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
     """Return the decisions with the one by which several cards train together, unless they have one."""
     return (*(() if has_role(decisions, Role.SHARDING) else workload.sharding), *decisions)
+
+
+def _target(workload: Workload, decisions: Sequence[Decision], card: DeviceProfile | None) -> Target:
+    """Return the card; of several cards, the one that holds the most memory."""
+    sharding = next((decision for decision in decisions if isinstance(decision, Shard)), None)
+    if sharding is None:
+        return Target.of(card)
+    made = make_optimizers(for_copies(workload.optimizer, workload.model)(workload.model), workload.model)
+    rank = max(fullest_rank(sharding, optimizer) for optimizer in made.values())
+    return Target.of(card, cards=sharding.cards, rank=rank)
 
 
 def _adding_to_gradients(

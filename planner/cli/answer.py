@@ -101,7 +101,9 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         return workload
 
     if (cards := _cards(options)) is not None:
-        workload = load(batch_size=options.batch_size or cards.count, seq_len=options.seq_len)
+        workload = load(batch_size=options.batch_size, seq_len=options.seq_len)
+        if options.batch_size is None and workload.batch_size == 1:  # the default of a transformers model
+            workload = load(batch_size=cards.count, seq_len=options.seq_len)
         return plan_sharded(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     if options.largest_batch:
         assert vram_bytes is not None, "checked with the options"

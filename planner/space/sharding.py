@@ -71,7 +71,9 @@ def several_cards(
     """
     if count is None or count == 1:
         if mesh or way or offload or link or per_node:
-            raise WorkloadError("mesh, sharding and link describe several cards: give their number with cards=...")
+            raise WorkloadError(
+                "mesh, sharding and link describe several cards: give their number, at least 2, with cards (--cards)"
+            )
         return None
     return Cards(count=count, mesh=mesh, way=way, offload=offload, per_node=per_node or CARDS_PER_NODE, link=link)
 

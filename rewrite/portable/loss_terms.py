@@ -39,9 +39,15 @@ def share_of_rank(batch, *, batch_size, loss_terms, not_by_sample=()):
     """Return the factor for the loss of this rank with which the mean over all ranks is the loss of the whole batch.
 
     FSDP2 and DistributedDataParallel average the gradients of the ranks. If the ranks have different numbers of terms,
-    such as labels that are not ignored, that mean alone would weigh the terms of different ranks differently.
+    such as labels that are not ignored, that mean alone would weigh the terms of different ranks differently. If the
+    loss is a sum (`loss_terms` returns 1 for any number of samples), the result is the number of ranks.
     """
-    terms = loss_terms(batch, count_samples(batch, batch_size, not_by_sample))
+    samples = count_samples(batch, batch_size, not_by_sample)
+    terms = loss_terms(batch, samples)
+    if isinstance(terms, float) and terms == 1:  # a sum, or a mean over one term
+        twice = map_tensors(lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor, batch)
+        if loss_terms(twice, 2 * samples) == 1:
+            return float(torch.distributed.get_world_size())
     if not isinstance(terms, torch.Tensor):
         devices = []
         map_tensors(lambda tensor: devices.append(tensor.device), batch)

@@ -45,6 +45,8 @@ def shard(rewriting: Rewriting, decision: Shard) -> None:
             f"--nproc-per-node {decision.cards}, and call torch.distributed.init_process_group() before the plan is "
             "applied"
         )
+    if any(hasattr(module, "_get_fsdp_state") for module in rewriting.model.modules()):
+        raise DecisionError("the model is sharded already: apply a plan for several cards once, to a new model")
     rewriting.changes.append(Change(place="the model", intact=_refuse_to_undo, restore=lambda: None))
     rewriting.rank_share = functools.partial(
         share_of_rank,
@@ -80,9 +82,14 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=rewriting.device_type == "cuda")
     model = rewriting.model
     before = dict(model.named_parameters())
-    for name in decision.units:
-        fully_shard(rewriting.module(name, decision.kind), reshard_after_forward=name not in decision.kept, **options)
-    fully_shard(model, **options)
+    for name in (*decision.units, ""):
+        reshard: dict[str, Any] = {"reshard_after_forward": name not in decision.kept} if name else {}
+        try:
+            fully_shard(rewriting.module(name, decision.kind), **reshard, **options)
+        except (ValueError, NotImplementedError, AssertionError) as error:
+            raise DecisionError(
+                f"FSDP2 cannot shard '{name or type(model).__name__}' ({error}): plan with sharding ddp or zero1"
+            ) from error
     after = dict(model.named_parameters())
     rewriting.replace_in_optimizers({id(before[name]): after[name] for name in before})
 
@@ -101,11 +108,31 @@ def _replicate(rewriting: Rewriting, decision: Shard) -> None:
                 "before the first step"
             )
         accepted = inspect.signature(type(replaced)).parameters
+        named = [p.name for p in accepted.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
+        if unknown := [option for option in named if option not in replaced.defaults]:
+            raise DecisionError(
+                f"{type(replaced).__name__} has an option '{unknown[0]}' that is not in its defaults, so that its "
+                "state cannot be divided (ZeRO-1): use sharding fsdp or ddp, or an optimizer of torch.optim"
+            )
         rewriting.optimizers[name] = ZeroRedundancyOptimizer(
             [dict(group) for group in replaced.param_groups],
             optimizer_class=type(replaced),
             **{option: value for option, value in replaced.defaults.items() if option in accepted},
         )
+
+
+def fullest_rank(decision: Shard, optimizer: torch.optim.Optimizer) -> int:
+    """Return the rank that holds the most memory: the first one, or with ZeRO-1 the one with the most optimizer state.
+
+    `ZeroRedundancyOptimizer` gives each parameter, the largest first, to the rank that has the fewest so far.
+    """
+    if decision.way != "zero1":
+        return 0
+    sizes = [0] * decision.cards
+    for group in optimizer.param_groups:
+        for parameter in sorted(group["params"], key=torch.numel, reverse=True):
+            sizes[sizes.index(min(sizes))] += parameter.numel()
+    return sizes.index(max(sizes))
 
 
 def shard_source(plan: Plan, decision: Shard) -> EmittedCode:

@@ -108,6 +108,8 @@ class Training:
     """Decisions besides the sharding."""
     shard: Callable[[torch.nn.Module, int], Shard]
     max_grad_norm: float | None = None
+    loss_weight: Callable | None = None
+    optimizer: Callable = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
 
 
 def fsdp(model: torch.nn.Module, cards: int) -> Shard:
@@ -161,11 +163,12 @@ def applied(
     return apply_decisions(
         decisions,
         model,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        optimizer=lambda parameters: training.optimizer(parameters),
         calling=Calling.of(batch, loss_fn),
         batch_size=samples,
         loss_fn=loss_fn,
         max_grad_norm=training.max_grad_norm,
+        loss_weight=training.loss_weight,
     )
 
 
@@ -258,6 +261,26 @@ def test_a_loss_in_chunks_is_that_of_one_card_up_to_the_rounding_of_its_logits()
     for found, found_losses in ranks:
         assert found_losses == pytest.approx(losses, rel=1e-6)
         assert all(torch.allclose(found[key], value, rtol=1e-3, atol=1e-4) for key, value in expected.items())
+
+
+def gradient_descent(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-4)
+
+
+def summed(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return (output - batch[-1]).square().sum()
+
+
+def test_a_loss_that_is_a_sum_is_added_up_if_its_weight_says_so():
+    def build():
+        model, values, _ = with_loss(Blocks, SAMPLES, 24)()
+        return model, values, summed
+
+    training = Training(build=build, shard=fsdp, loss_weight=lambda batch: 1, optimizer=gradient_descent)
+    (expected, losses), ranks = run_in_child(lambda: alone(training)), together(training)
+    for found, found_losses in ranks:
+        assert found_losses == pytest.approx(losses, rel=1e-12)
+        assert all(torch.allclose(found[key], value, rtol=1e-9, atol=1e-12) for key, value in expected.items())
 
 
 def test_another_number_of_processes_is_refused():

@@ -214,7 +214,7 @@ def test_a_slower_link_makes_the_step_slower_and_changes_no_byte():
     ("options", "message"),
     {
         "an odd batch": ({"cards": 3}, "a batch of 16 samples cannot be divided evenly among 3 cards"),
-        "one card": ({"sharding": "fsdp"}, "describe several cards: give their number with cards"),
+        "one card": ({"sharding": "fsdp"}, "describe several cards: give their number, at least 2"),
         "an unknown way": ({"cards": 2, "sharding": "tp"}, "'tp' is no known way to train on several cards"),
         "an unknown link": ({"cards": 2, "link": "nvlink-9"}, "link 'nvlink-9' is unknown: choose from nvlink-2"),
         "a run": ({"cards": 2, "between": "save"}, "a whole run cannot be planned for several cards"),
@@ -253,6 +253,73 @@ def applied_alone(optimizer):
 
 def squares(output: torch.Tensor, batch: tuple) -> torch.Tensor:
     return (output - batch[-1]).square().mean()
+
+
+@pytest.mark.slow
+def test_with_divided_state_the_rank_with_the_most_is_rehearsed():
+    class Layers(torch.nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*(torch.nn.Linear(n, m, bias=False) for n, m in ((300, 300), (300, 200), (200, 300))))
+
+    values = torch.randn(4, 300)
+    plan = planner.plan(Layers(), (values, values), vram=None, gpu="bare", loss_fn=squares, cards=2, sharding="zero1")
+    assert plan.peak.most["optimizer state"] == 2 * 4 * (2 * 300 * 200)  # the other rank has 300 x 300 only
+
+
+@pytest.mark.slow
+def test_an_optimizer_with_options_outside_of_its_defaults_is_not_divided():
+    class Scaled(torch.optim.SGD):
+        def __init__(self, params, lr: float, scale: float = 1.0) -> None:
+            super().__init__(params, lr=lr)
+            self.scale = scale
+
+    model = torch.nn.Linear(8, 8)
+    values = torch.randn(4, 8)
+    with pytest.raises((DecisionError, WorkloadError), match="has an option 'scale' that is not in its defaults"):
+        planner.plan(
+            model, (values, values), vram=None, gpu="bare", loss_fn=squares, cards=2, sharding="zero1",
+            optimizer=lambda parameters: Scaled(parameters, 0.1, scale=3.0),
+        )  # fmt: skip
+
+
+def test_batch_norm_and_the_meaning_of_a_loss_function_are_noted():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    values = torch.randn(4, 8)
+    notes = planner.plan(model, (values, values), vram=None, gpu="bare", loss_fn=squares, cards=2, sharding="ddp").notes
+    assert any(note.startswith("'1' and other BatchNorm layers compute their statistics") for note in notes)
+    assert any(note.startswith("the loss function is taken for a mean over samples") for note in notes)
+
+
+@pytest.mark.slow
+def test_a_process_of_a_group_does_not_plan_for_several_cards():
+    def run() -> str:
+        with pytest.raises(WorkloadError) as refused:
+            planner.plan(llama(1), batch(), vram=None, gpu="bare", cards=2)
+        return str(refused.value)
+
+    assert "plan before torch.distributed.init_process_group()" in in_process(run)
+
+
+@pytest.mark.slow
+def test_a_plan_is_applied_once():
+    def run() -> str:
+        model, _ = applied_alone(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        with pytest.raises(DecisionError) as refused:
+            apply_decisions(
+                (Shard(way="fsdp", mesh=(1,)),), model, optimizer="sgd", calling=Calling.SINGLE, batch_size=4
+            )
+        return str(refused.value)
+
+    assert in_process(run).startswith("the model is sharded already")
+
+
+@pytest.mark.slow
+def test_scalar_parameters_are_refused_with_a_way_out():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    values = torch.randn(4, 8)
+    with pytest.raises((DecisionError, WorkloadError), match=r"FSDP2 cannot shard 'Sequential' .*ddp or zero1"):
+        planner.plan(model, (values, values), vram=None, gpu="bare", loss_fn=squares, cards=2, sharding="fsdp")
 
 
 @pytest.mark.slow
