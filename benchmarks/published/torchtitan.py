@@ -165,16 +165,16 @@ def train(device: torch.device, *, cards: int) -> None:
     """Takes two steps of one of several ranks."""
     model = sharded(cards, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
-    for _ in range(STEPS):
-        tokens, labels = (torch.zeros(SAMPLES, TOKENS, dtype=torch.long, device=device) for _ in range(2))
-        optimizer.zero_grad()
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for _ in range(STEPS):
+            tokens, labels = (torch.zeros(SAMPLES, TOKENS, dtype=torch.long, device=device) for _ in range(2))
+            optimizer.zero_grad()
             predicted = model(tokens)
-        loss = F.cross_entropy(predicted.flatten(0, 1).float(), labels.flatten(0, 1))
-        del predicted
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        optimizer.step()
+            loss = F.cross_entropy(predicted.flatten(0, 1).float(), labels.flatten(0, 1))
+            del predicted
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            optimizer.step()
 
 
 def reserved_gib(cards: int) -> tuple[float, float]:
