@@ -17,7 +17,7 @@ from planner.workload.call_convention import Calling
 from tests.rewrite.emitter.test_emitted_fixtures import FOLDER, RANK_CASES, ROOT
 from tests.support.training import imported, seeded
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.mark.parametrize("name", RANK_CASES)

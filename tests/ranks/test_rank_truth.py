@@ -17,7 +17,7 @@ from planner.recording.step_graph import StepGraph
 from tests.support.rank_truth import RankCase, events, rehearsal, truth
 from tests.support.truth import LANGUAGE, Case, convolutions_with_batch_norm, foreach, hugging_face, loop, with_loss
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 WIDE = {**LANGUAGE, "hidden_size": 64, "num_hidden_layers": 3}
 LLAMA = hugging_face("llama", "LlamaForCausalLM", **WIDE, num_key_value_heads=2)
