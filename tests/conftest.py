@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a model hub
 os.environ["PLANNER_DEVICES"] = os.devnull  # nor calibrated profiles of the machine that they run on
 os.environ["PLANNER_START_METHOD"] = "fork"  # workers of parallel tests have threads, which hold no locks of interest
+for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # plans are made for PyTorch's defaults
+    os.environ.pop(variable, None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small here: more threads only wait for each other
 
 
@@ -32,6 +35,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "shared_data" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.recordings)
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_each_test() -> Iterator[None]:
+    """Restore the environment after each test: an emitted file sets the allocator's options, which a plan reads."""
+    before = dict(os.environ)
+    yield
+    left = {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]} if "PYTEST_CURRENT_TEST" in os.environ else {}
+    os.environ.clear()
+    os.environ.update(before | left)
 
 
 @pytest.fixture(scope="session")

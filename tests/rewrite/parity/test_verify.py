@@ -24,7 +24,7 @@ from planner.plan_types.decisions import (
     StepInBackward,
 )
 from planner.plan_types.recompute_decisions import Checkpoint, Replay
-from planner.rewrite import Parity
+from planner.rewrite import Parity, loss_terms
 from planner.rewrite.parity.reference_step import Comparable
 from planner.rewrite.parity.result import Row
 from planner.rewrite.portable import loss_and_clipping, replay_ops
@@ -304,7 +304,7 @@ def nothing(*_):
 
 FAULTS = {
     "micro-batches weighted by samples": (
-        MASKED, (UNEVEN,), (accumulation, "counted_labels", lambda batch, samples, **_: samples), "gradient",
+        MASKED, (UNEVEN,), (loss_terms, "counted_labels", lambda batch, samples, **_: samples), "gradient",
     ),
     "the first label of a causal model counted": (
         CAUSAL, (UNEVEN,), (model_loss, "shifts_labels", lambda model: False), "gradient",

@@ -17,8 +17,9 @@ from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
 from planner.plan_types.plan import Plan
+from planner.rewrite import loss_terms
+from planner.rewrite.portable.loss_terms import counted_labels, samples_only
 from planner.rewrite.rules import accumulation
-from planner.rewrite.rules.accumulation import samples_only
 from planner.workload import model_loss
 from planner.workload.workload import batch_size_of, resized
 from tests.support.training import (
@@ -74,7 +75,7 @@ def test_token_means_over_uneven_padding_equal_the_full_batch(build):
 
 @pytest.mark.parametrize("build", [masked_model, causal_model])
 def test_weighting_tokens_by_samples_would_be_seen(build, monkeypatch):
-    monkeypatch.setattr(accumulation, "counted_labels", lambda batch, samples, **_: samples)
+    monkeypatch.setattr(loss_terms, "counted_labels", lambda batch, samples, **_: samples)
     assert largest_relative_error(build(), UNEVEN, batches=[tokens()]) > 1e-3
 
 
@@ -302,7 +303,7 @@ def test_weights_are_made_without_asking_the_device():
 
     with FakeTensorMode():
         batch = {"labels": torch.ones(6, 4, dtype=torch.int64)}
-        terms = accumulation.functools.partial(accumulation.counted_labels, shifted=True, ignored=-100)
+        terms = functools.partial(counted_labels, shifted=True, ignored=-100)
         parts = list(accumulation.micro_batches(batch, micro_batch_size=4, batch_size=6, loss_terms=terms))
     assert [part["labels"].shape[0] for part, _ in parts] == [4, 2]
 
