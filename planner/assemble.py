@@ -21,6 +21,7 @@ from planner.plan_types.decision_base import (
     changed_options,
     frozen_modules_of,
     options_in,
+    with_sharding,
 )
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts
 from planner.plan_types.sizes import format_size
@@ -78,7 +79,7 @@ def assemble_plan(
         max_slowdown=constraints.max_slowdown,
         baseline=session.baseline.measured.footprint,
         peak=certified.measured.footprint,
-        decisions=(*session.workload.sharding, *certified.choice.decisions),
+        decisions=with_sharding(session.workload.sharding, certified.choice.decisions),
         fits=shortfall is None,
         certified=True,
         solver=SolverFacts(

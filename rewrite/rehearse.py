@@ -16,9 +16,9 @@ from planner.estimate.footprint import with_whole_batch
 from planner.plan_types.decision_base import (
     Decision,
     Role,
-    has_role,
     micro_batch_size_of,
     micro_batches_of,
+    with_sharding,
     without_roles,
 )
 from planner.plan_types.decisions import Shard
@@ -181,7 +181,9 @@ def start_rehearsal(
             derived from it.
         between: functions that run between steps; each of them is recorded twice after the steps.
     """
-    decisions = _with_sharding(workload, without_roles(decisions, Role.ALLOCATOR))  # the recording has no allocator
+    decisions = with_sharding(
+        workload.sharding, without_roles(decisions, Role.ALLOCATOR)
+    )  # the recording has no allocator
     _import_once(decisions)
     shortened = tuple(decision.with_micro_batches(len(sizes)) for decision in decisions)
     rewrite = _rewriter(workload, shortened)
@@ -263,7 +265,7 @@ def start_update(
         decisions: the decisions, without micro-batching and recomputing, on which the update does not depend.
         trained: names of the parameters that have a gradient.
     """
-    decisions = _with_sharding(workload, decisions)
+    decisions = with_sharding(workload.sharding, decisions)
     _import_once(decisions)
     rewrite = _rewriter(workload, decisions)
 
@@ -296,11 +298,6 @@ def start_update(
         what_if=False,
         trained=tuple(trained),
     ).start()
-
-
-def _with_sharding(workload: Workload, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
-    """Return the decisions with the one by which several cards train together, unless they have one."""
-    return (*(() if has_role(decisions, Role.SHARDING) else workload.sharding), *decisions)
 
 
 def _target(workload: Workload, decisions: Sequence[Decision], card: DeviceProfile | None) -> Target:

@@ -20,6 +20,7 @@ from planner.estimate.footprint import granularity_bytes, with_whole_batch
 from planner.plan_types.decision_base import Decision, Role, has_role
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.recompute.repeated_gathers import RepeatedGathers, gathered_once, repeated_gathers
 from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.search import milp
@@ -44,15 +45,26 @@ class Candidate:
         card: DeviceProfile,
         *,
         recompute: tuple[type[Decision], ...],
+        sharding: tuple[Decision, ...] = (),
         watch: Watch | None = None,
     ) -> None:
+        """
+        Args:
+            graph: a what-if recording of the step. If several cards train, all units of FSDP2 are gathered again.
+            recompute: kinds of decisions that may free saved tensors.
+            sharding: how several cards train together; empty for one card.
+        """
         self.config, self.split, self._kinds = config, split, recompute
         self._watch = watch or Watch()
         self._graph, self._granularity_bytes = graph, granularity_bytes(card)
         self._host_copies = roofline.HostCopies(card=card, repeats=roofline.repetitions(graph, split.micro_batches))
         self._op_ns = roofline.op_times_ns(graph, card, split.micro_batches)
-        self.step_ns = roofline.step_ns(graph, card, split.micro_batches)
+        self._sharding = sharding
+        self._gathers = repeated_gathers(graph, [unit for way in sharding for unit in way.units_gathered_again])
+        self._gathered_once = gathered_once(graph, self._gathers)
+        self.step_ns = roofline.step_ns(self._gathered_once, card, split.micro_batches)
         """Step time in nanoseconds without recompute: no plan of this candidate is faster."""
+        self._gather_ns = roofline.step_ns(graph, card, split.micro_batches) - self.step_ns if self._gathers else 0
         self.optimizer_ns = optimizer_ns(graph, self._op_ns)
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
         self._could_pay: dict[tuple[int, int | None, bool, int | None], bool] = {}
@@ -60,7 +72,7 @@ class Candidate:
     @functools.cached_property
     def peak_bytes(self) -> int:
         """Peak of the tensors without recompute."""
-        return int(self._graph.live_bytes(granularity_bytes=self._granularity_bytes).max())
+        return int(self._gathered_once.live_bytes(granularity_bytes=self._granularity_bytes).max())
 
     @functools.cached_property
     def units(self) -> Units:
@@ -71,7 +83,22 @@ class Candidate:
             granularity_bytes=self._granularity_bytes,
             kinds=self._kinds,
             host_copies=self._host_copies,
+            gathers=self._gathers_with_time(),
         )
+
+    def _gathers_with_time(self) -> list[tuple[RepeatedGathers, int]]:
+        """Returns the repeated gathers, each with its part of the time in ns that all of them take."""
+        sent_bytes = max(sum(unit.sent_bytes for unit in self._gathers), 1)
+        return [(unit, max(self._gather_ns, 0) * unit.sent_bytes // sent_bytes) for unit in self._gathers]
+
+    @property
+    def can_recompute(self) -> bool:
+        """True if a unit can be recomputed or offloaded."""
+        return any(not unit.is_gathered for unit in self.units.units)
+
+    def can_free(self) -> bool:
+        """True if units may be selected, which free memory and take time."""
+        return bool(self._kinds or self._gathers)
 
     @functools.cached_property
     def search(self) -> milp.Search:
@@ -161,7 +188,8 @@ class Candidate:
         The chooser asks for it if recompute is forced but not needed.
         """
         costs = self.units.problem.cost_ns
-        for unit in sorted(range(len(costs)), key=lambda unit: (costs[unit], unit)):
+        possible = [unit for unit in range(len(costs)) if not self.units.units[unit].is_gathered]
+        for unit in sorted(possible, key=lambda unit: (costs[unit], unit)):
             peak = self.search.exact.peak((unit,))
             if peak <= budget_bytes:
                 return Selection(
@@ -171,7 +199,13 @@ class Candidate:
 
     def decisions(self, units: tuple[int, ...]) -> tuple[Decision, ...]:
         """Returns the decisions of the plan that recomputes or offloads `units`: configuration, split and units."""
-        return (*self.config, *self.split.decisions(), *self.units.decisions(units))
+        if not self._gathers:
+            return (*self.config, *self.split.decisions(), *self.units.decisions(units))
+        again = self.units.gathered(units)
+        sharding = tuple(way.gathering_again(again) for way in self._sharding)
+        if sharding == self._sharding:
+            sharding = ()
+        return (*sharding, *self.config, *self.split.decisions(), *self.units.decisions(units))
 
     def choice(self, selection: Selection) -> Choice:
         """Returns the plan with the selected units, with the peak and the time that it promises."""
@@ -196,6 +230,7 @@ class Candidates:
         batch_bytes: size of the whole batch.
         watch: is checked before each candidate, and limits the time of the integer programs.
         recompute: kinds of decisions that may free saved tensors (checkpoint, offload ...).
+        sharding: how several cards train together; empty for one card.
     """
 
     def __init__(
@@ -206,8 +241,9 @@ class Candidates:
         batch_bytes: int,
         watch: Watch | None = None,
         recompute: tuple[type[Decision], ...] = (),
+        sharding: tuple[Decision, ...] = (),
     ) -> None:
-        self._watch = watch or Watch()
+        self._watch, self._sharding = watch or Watch(), sharding
         self._recordings, self._card, self._batch_bytes, self._recompute = recordings, card, batch_bytes, recompute
         self._candidates: dict[tuple[tuple[Decision, ...], MicroBatching], Candidate] = {}
         self._by_recompute = {recompute: self}
@@ -216,7 +252,12 @@ class Candidates:
         """Returns the candidates with another `recompute`. They share the recordings."""
         if recompute not in self._by_recompute:
             other = Candidates(
-                self._recordings, self._card, batch_bytes=self._batch_bytes, watch=self._watch, recompute=recompute
+                self._recordings,
+                self._card,
+                batch_bytes=self._batch_bytes,
+                watch=self._watch,
+                recompute=recompute,
+                sharding=self._sharding,
             )
             self._by_recompute[recompute], other._by_recompute = other, self._by_recompute
         return self._by_recompute[recompute]
@@ -232,7 +273,13 @@ class Candidates:
         if key not in self._candidates:
             graph = with_whole_batch(self._recordings.of(config, split), self._batch_bytes)
             self._candidates[key] = Candidate(
-                config, split, graph, self._card, recompute=self._recompute, watch=self._watch
+                config,
+                split,
+                graph,
+                self._card,
+                recompute=self._recompute,
+                sharding=self._sharding,
+                watch=self._watch,
             )
         return self._candidates[key]
 

@@ -198,7 +198,7 @@ class Chooser:
         if not found:
             impossible = DecisionError(f"no plan is possible: {self._clash()}; force only one of the two techniques")
             raise next(iter(self.dropped.values()), impossible)
-        if self._force_recompute and not any(candidate.units.units for candidate in self._candidates.all()):
+        if self._force_recompute and not any(candidate.can_recompute for candidate in self._candidates.all()):
             raise DecisionError(
                 f"{self._space.recompute[0].kind} is forced, but it cannot be applied to any module of this model: "
                 "do not force it"
@@ -360,7 +360,7 @@ class Chooser:
                 break
             tight.append(candidate)
         # With recompute: splits with fewer micro-batches, if recompute costs less than more micro-batches do.
-        for candidate in tight if self._space.recompute and not self._could_use_chunks(config) else ():
+        for candidate in () if self._could_use_chunks(config) else filter(Candidate.can_free, tight):
             limit_ns = min([limit_ns, *(choice.step_ns for choice in best)])
             if candidate.step_ns >= limit_ns:
                 break
@@ -384,7 +384,7 @@ class Chooser:
             return None
 
     def _smallest_of(self, candidate: Candidate) -> Choice:
-        selection = self._timed(candidate.smallest) if self._space.recompute else candidate.without_units()
+        selection = self._timed(candidate.smallest) if candidate.can_free() else candidate.without_units()
         return candidate.choice(selection)
 
     def _timed(self, function: Callable[[], T]) -> T:

@@ -97,7 +97,13 @@ class PlanningSession:
             None if workload.step else lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
         )
-        self._candidates = Candidates(self._recordings, card, batch_bytes=workload.batch_bytes, watch=self.watch)
+        self._candidates = Candidates(
+            self._recordings,
+            card,
+            batch_bytes=workload.batch_bytes,
+            watch=self.watch,
+            sharding=workload.sharding,
+        )
         self._start_forward = start_forward
         self._choosers: list[tuple[Constraints, Chooser]] = []
         self._lower_bounds: dict[tuple[Decision, ...], int] = {}

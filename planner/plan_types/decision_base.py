@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from planner.errors import DecisionError
@@ -149,6 +149,15 @@ class Decision:
         return 1
 
     @property
+    def units_gathered_again(self) -> tuple[str, ...]:
+        """Paths of the units whose parameters are freed between forward and backward, and gathered again."""
+        return ()
+
+    def gathering_again(self, units: Collection[str]) -> Decision:
+        """Returns the decision with these units gathered again, and the other ones kept."""
+        return self
+
+    @property
     def reorders_sums(self) -> bool:
         """True if the step adds the same numbers in another order, so that its results differ by rounding errors."""
         return False
@@ -194,6 +203,11 @@ def has_role(decisions: Iterable[HasRole], *roles: Role) -> bool:
 def with_roles(decisions: Iterable[Decision], *roles: Role) -> tuple[Decision, ...]:
     """The decisions that have one of these roles."""
     return tuple(decision for decision in decisions if decision.role in roles)
+
+
+def with_sharding(sharding: Sequence[Decision], decisions: Sequence[Decision]) -> tuple[Decision, ...]:
+    """Returns the decisions with the one by which several cards train together, unless they have one already."""
+    return (*(() if has_role(decisions, Role.SHARDING) else sharding), *decisions)
 
 
 def without_roles(decisions: Iterable[Decision], *roles: Role) -> tuple[Decision, ...]:

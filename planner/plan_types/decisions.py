@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import ClassVar
 
 from planner.errors import DecisionError
@@ -166,6 +167,13 @@ class Shard(Decision):
     @property
     def divides_parameters_by(self) -> int:
         return self.mesh[-1] if self.way == "fsdp" else 1
+
+    @property
+    def units_gathered_again(self) -> tuple[str, ...]:
+        return tuple(unit for unit in self.units if unit not in self.kept)
+
+    def gathering_again(self, units: Collection[str]) -> Shard:
+        return dataclasses.replace(self, kept=tuple(unit for unit in self.units if unit not in units))
 
     @property
     def reorders_sums(self) -> bool:

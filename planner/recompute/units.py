@@ -33,40 +33,21 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
-
-import numpy as np
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from planner.estimate.roofline import HostCopies
 from planner.plan_types.decisions import Decision
 from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
+from planner.recompute.holds import Option, Options, holds_of, units_in
 from planner.recompute.kept_products import NOTHING, Keepable, Kept
 from planner.recompute.offload_cost import FROM_BYTES, Offloads
 from planner.recompute.recompute_cost import Replays, Rerun, Reruns
+from planner.recompute.repeated_gathers import RepeatedGathers
 from planner.recompute.segments import with_segments
 from planner.recompute.windows import Window, windows_of
 from planner.recording.module_calls import NO_REPLAY, WITHOUT_GRADIENTS
 from planner.recording.step_graph import StepGraph, round_up
-from planner.search.problem import CheckpointProblem, Hold, Recompute
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Option:
-    """A unit (by its number) that applies to a call, and the cost of the call if the unit is selected."""
-
-    unit: int
-    rerun: Rerun
-
-
-_Options = dict[int, tuple[_Option, ...]]
-"""For each call, the units that recompute or offload it. A unit that keeps no outputs comes before those that do."""
-
-_Piece = tuple[int, int, str, tuple[int, ...]]
-"""(first tick, tick after the last, condition, units): a time for which a storage is held, and under which condition.
-
-The condition is 'fixed' (always held), 'unless' (held if none of the units is selected) or 'when' (held if the unit is
-selected).
-"""
+from planner.search.problem import CheckpointProblem, Recompute
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +66,8 @@ class Unit:
     """True if the unit is recomputed, False if it is only offloaded."""
     on_host: bool = False
     """True if tensors are offloaded to the host: the inputs if `runs_again` is true, else the saved tensors."""
+    is_gathered: bool = False
+    """True if the unit is not recomputed: FSDP2 frees its parameters after forward, and gathers them again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,9 +84,13 @@ class Units:
         plain = (unit for unit in self.units if unit.segment is None and unit.runs_again and not unit.on_host)
         return tuple(unit.module for unit in plain if not unit.kept)
 
+    def gathered(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        """Returns the paths of the selected units whose parameters are gathered again."""
+        return tuple(self.units[number].module for number in sorted(numbers) if self.units[number].is_gathered)
+
     def decisions(self, numbers: Iterable[int]) -> tuple[Checkpoint | Replay | Offload, ...]:
         """Returns the decisions of a plan that selects the units with these numbers; empty if there are none."""
-        chosen = [self.units[number] for number in sorted(numbers)]
+        chosen = [self.units[number] for number in sorted(numbers) if not self.units[number].is_gathered]
         modules = [unit for unit in chosen if unit.segment is None and unit.runs_again]
         in_segments = ((unit.module, unit.segment, unit) for unit in chosen if unit.segment is not None)
         segments = sorted(in_segments, key=lambda entry: entry[:2])
@@ -137,6 +124,7 @@ def units_of(
     granularity_bytes: int,
     kinds: Container[type[Decision]] = (Checkpoint, Replay),
     host_copies: HostCopies | None = None,
+    gathers: Sequence[tuple[RepeatedGathers, int]] = (),
 ) -> Units:
     """Builds the checkpoint problem of a what-if recording.
 
@@ -147,6 +135,7 @@ def units_of(
             rounding).
         kinds: types of decision that units may become: `Checkpoint` and `Offload` for modules, `Replay` for segments.
         host_copies: gives the time of copies to the host and back; None if no unit may be offloaded.
+        gathers: gathers that the recording repeats, each with the time in ns that leaving it out would save.
     """
     # 1. Long forwards are cut into segments, which become calls: then every unit is a set of calls.
     if Replay in kinds:
@@ -156,8 +145,13 @@ def units_of(
     # 2. The units, each with its cost in every call of its module.
     offloads = None if host_copies is None or Offload not in kinds else Offloads(graph, host_copies, sizes)
     units, options = _choices(graph, windows, op_ns, sizes, kinds, offloads)
+    again = {len(units) + number: repeated for number, (repeated, _) in enumerate(gathers)}
+    gathered = tuple(
+        Unit(module=repeated.unit, segment=None, kept=(), runs_again=False, is_gathered=True)
+        for repeated in again.values()
+    )
     # 3. The memory curve as a function of the selected units: bytes that are always alive, and bytes on a condition.
-    fixed, holds = _holds(graph, options, sizes)
+    fixed, holds = holds_of(graph, options, sizes, again)
     problem = CheckpointProblem(
         fixed_bytes=fixed,
         holds=holds,
@@ -166,11 +160,11 @@ def units_of(
             for option in itertools.chain.from_iterable(options.values())
             for tick, extra_bytes in option.rerun.peaks
         ),
-        cost_ns=_costs(options, len(units)),
+        cost_ns=(*_costs(options, len(units)), *(cost_ns for _, cost_ns in gathers)),
         # 4. One level of checkpointing: of nested calls, at most one is selected.
         paths=_paths(graph, options),
     )
-    return Units(units=units, problem=problem)
+    return Units(units=(*units, *gathered), problem=problem)
 
 
 def _candidates(
@@ -225,11 +219,11 @@ def _choices(
     sizes: list[int],
     kinds: Container[type[Decision]],
     offloads: Offloads | None,
-) -> tuple[tuple[Unit, ...], _Options]:
+) -> tuple[tuple[Unit, ...], Options]:
     """Returns all units, and for each call the units that apply to it with their costs."""
     keepable, reruns, replays = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes), Replays(graph, op_ns, sizes)
     units: list[Unit] = []
-    options: _Options = {}
+    options: Options = {}
     recompute_ns: dict[str, int] = {}  # by module: time of its recompute; offloading must not take longer
 
     def add(unit: Unit, costs: Mapping[int, Rerun | None]) -> None:
@@ -237,7 +231,7 @@ def _choices(
         possible = {call: rerun for call, rerun in costs.items() if rerun is not None}
         if len(possible) == len(costs):
             for call, rerun in possible.items():
-                options[call] = (*options.get(call, ()), _Option(unit=len(units), rerun=rerun))
+                options[call] = (*options.get(call, ()), Option(unit=len(units), rerun=rerun))
             units.append(unit)
 
     # Recompute: each module or segment with nothing kept, with some products kept, and divided into parts.
@@ -277,7 +271,7 @@ def _cost_ns(costs: Mapping[int, Rerun | None]) -> float:
     return sum(math.inf if rerun is None else rerun.cost_ns for rerun in costs.values())
 
 
-def _costs(options: _Options, n_units: int) -> tuple[int, ...]:
+def _costs(options: Options, n_units: int) -> tuple[int, ...]:
     """Returns the cost of each unit in ns, summed over its calls."""
     costs = [0] * n_units
     for option in itertools.chain.from_iterable(options.values()):
@@ -285,84 +279,13 @@ def _costs(options: _Options, n_units: int) -> tuple[int, ...]:
     return tuple(costs)
 
 
-def _holds(graph: StepGraph, options: _Options, sizes: list[int]) -> tuple[np.ndarray, tuple[Hold, ...]]:
-    """Returns int64[ticks] of bytes that are always alive, and the storages that are alive only on a condition."""
-    pieces: dict[int, list[_Piece]] = defaultdict(list)
-    for save in graph.saves:
-        if save.storage is None:
-            continue
-        start, release = save.pack, graph.ticks if save.release is None else save.release
-        chosen = [option for call in graph.enclosing(save.call) for option in options.get(call, ())]
-        # 1. From the save until `back`: held unless a unit is selected that frees the storage and makes it again at
-        #    `back`. Units differ in `back`, so the time is divided at the `back` of every unit.
-        backs = [(min(option.rerun.back(save), release), option) for option in chosen if not option.rerun.keeps(save)]
-        for back in sorted({back for back, _ in backs if back > start}):
-            units = _units(option for later, option in backs if later >= back)
-            pieces[save.storage].append((start, back, "unless", units))
-            start = back
-        # 2. From the last `back` until the first read: always held.
-        unpack = release if save.unpack is None or not chosen else min(save.unpack, release)
-        if unpack > start:
-            pieces[save.storage].append((start, unpack, "fixed", ()))
-        # 3. From the read until the node's release: autograd holds it, but a checkpoint frees it after the read.
-        if release > unpack:
-            units = _units(option for option in chosen if option.rerun.gives_away(save.storage))
-            pieces[save.storage].append((unpack, release, "unless" if units else "fixed", units))
-    # 4. Storages that a unit holds, for example the inputs of a recompute: held when the unit is selected.
-    for option in itertools.chain.from_iterable(options.values()):
-        for storage, start, stop in option.rerun.holds:
-            pieces[storage].append((start, stop, "when", (option.unit,)))
-    # 5. A storage counts once, even if it is held for several reasons at the same time.
-    delta = np.zeros(graph.ticks + 1, dtype=np.int64)
-    holds: list[Hold] = []
-    for number, record in enumerate(graph.storages):
-        lives: list[_Piece] = [(start, stop, "fixed", ()) for start, stop in record.lives]
-        for start, stop, hold in _disjoint(lives + pieces.get(number, []), sizes[number]):
-            if hold is None:
-                delta[start] += sizes[number]
-                delta[stop] -= sizes[number]
-            else:
-                holds.append(hold)
-    return np.cumsum(delta)[:-1], tuple(holds)
-
-
-def _units(options: Iterable[_Option]) -> tuple[int, ...]:
-    return tuple(sorted({option.unit for option in options}))
-
-
-def _disjoint(pieces: list[_Piece], size: int) -> list[tuple[int, int, Hold | None]]:
-    """Merges the pieces of one storage into times that do not overlap.
-
-    Returns:
-        (first tick, tick after the last, condition) of each time; the condition is None if the storage is always held.
-    """
-    if len(pieces) == 1 and pieces[0][2] == "fixed":
-        return [(pieces[0][0], pieces[0][1], None)]
-    cuts = sorted({tick for start, stop, _, _ in pieces for tick in (start, stop)})
-    result: list[tuple[int, int, Hold | None]] = []
-    for start, stop in itertools.pairwise(cuts):
-        active = [(kind, units) for first, last, kind, units in pieces if first <= start and stop <= last]
-        if not active:
-            continue
-        if any(kind == "fixed" for kind, _ in active):
-            result.append((start, stop, None))
-            continue
-        unless = tuple(sorted({units for kind, units in active if kind == "unless"}))
-        when = tuple(sorted({units[0] for kind, units in active if kind == "when"}))
-        # Adjacent times with the same condition are joined.
-        if result and result[-1][1] == start and (last := result[-1][2]) and (last.unless, last.when) == (unless, when):
-            start = result.pop()[0]
-        result.append((start, stop, Hold(size_bytes=size, start=start, stop=stop, unless=unless, when=when)))
-    return result
-
-
-def _paths(graph: StepGraph, options: _Options) -> tuple[tuple[int, ...], ...]:
+def _paths(graph: StepGraph, options: Options) -> tuple[tuple[int, ...], ...]:
     """Returns sets of units of which at most one may be selected, because their calls are nested.
 
     Sets that are contained in another set are left out.
     """
     paths = {
-        _units(option for outer in graph.enclosing(index) for option in options.get(outer, ())) for index in options
+        units_in(option for outer in graph.enclosing(index) for option in options.get(outer, ())) for index in options
     }
     longest: list[tuple[int, ...]] = []
     for path in sorted(paths, key=lambda path: (-len(path), path)):

@@ -14,7 +14,8 @@ from planner.profiles.links import CARDS_PER_NODE
 
 WAYS = ("ddp", "zero1", "zero2", "fsdp")
 """Names of the ways that users can choose from, from the one that divides least among the cards to that which divides
-most. 'zero2' is FSDP2 whose parameters stay gathered between forward and backward."""
+most. With 'fsdp' the planner chooses the units of FSDP2 that stay gathered between forward and backward; with 'zero2'
+all of them do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,7 @@ def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
     if cards.way is not None:
         return (by_way[cards.way],)
     sharded_only = cards.mesh is not None or cards.offload
-    ways = tuple(way for way in WAYS if not (sharded_only and way in ("ddp", "zero1")))
-    return tuple(by_way[way] for way in ways if way != "zero2" or units)
+    return tuple(by_way[way] for way in (("fsdp",) if sharded_only else ("ddp", "zero1", "fsdp")))
 
 
 def refuse_quantized(model: torch.nn.Module) -> None:
