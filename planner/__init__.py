@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from planner.plan_types.plan import Footprint, Plan
     from planner.plan_types.tradeoff import Tradeoff
-    from planner.plan_types.words import FidelityName, Sharding, Techniques
+    from planner.plan_types.words import Fewest, FidelityName, Sharding, Techniques
     from planner.progress import Progress, Report
     from planner.snapshot.explain import explain
     from planner.whole_run.request import Between
@@ -74,7 +74,7 @@ def plan(
     alloc_conf: str | None = None,
     eval_batch_size: int | None = None,
     between: Between = (),
-    cards: int | None = None,
+    cards: int | Fewest | None = None,
     mesh: tuple[int, int] | None = None,
     sharding: Sharding | None = None,
     link: str | None = None,
@@ -129,7 +129,7 @@ def plan(
             `function(model)`, in a list or in a dict with names; or "average" (a moving average of the weights),
             "save" (saving a checkpoint), "resume" (loading a checkpoint onto the card).
         cards: number of cards that train the model together, each with its part of `batch`; None for one. `vram` is
-            then the budget of each card.
+            then the budget of each card. "fewest" finds the smallest number of cards with which a plan fits.
         mesh: with `cards`: the number of copies of the model, and of the cards that hold one copy together (hybrid
             sharding); None to shard it over all cards.
         sharding: with `cards`: "ddp" (a copy on each card), "zero1" (the same, with divided optimizer state), "fsdp"

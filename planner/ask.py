@@ -11,6 +11,7 @@ from typing import Any
 
 from planner import pipeline
 from planner.errors import WorkloadError
+from planner.fewest_cards import plan_on_cards
 from planner.plan_types.answers import Answers
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.plan import Plan
@@ -21,7 +22,6 @@ from planner.progress.display import shown
 from planner.progress.durations import parse_duration
 from planner.recording.step_graph import StepGraph
 from planner.safe_process import in_safe_process
-from planner.sharded import plan_sharded
 from planner.space.sharding import Cards
 from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import candidate_batches
@@ -102,7 +102,7 @@ class Question:
                     "a whole run cannot be planned for several cards: give one batch, the largest one, and leave out "
                     "eval_batch_size and between"
                 )
-            return plan_sharded(
+            return plan_on_cards(
                 work, card, self.cards, vram_bytes=vram_bytes, constraints=self.constraints, watch=watch
             )
         return compute(work, card, vram_bytes=vram_bytes, constraints=self.constraints, watch=watch)

@@ -282,7 +282,7 @@ def plan_that_fits(
     began = time.perf_counter()
     budget = Budget.on(card, vram_bytes, margin=constraints.margin)
     try:
-        budget.refuse_if_hopeless(workload.model, card)
+        budget.refuse_if_hopeless(workload.model, card, sharding=workload.sharding)
     except BudgetError:
         return None
     with pipeline.open_session(workload, card, budget, watch) as session:

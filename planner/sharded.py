@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -21,6 +22,7 @@ from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
 from planner.profiles.links import known, with_links
 from planner.progress import Watch
+from planner.questions import plan_that_fits
 from planner.space.sharding import Cards, shardings
 from planner.workload.workload import Workload, resized
 
@@ -37,7 +39,8 @@ def plan_sharded(
     """Return the fastest certified plan of one optimizer step on several cards, each within `vram_bytes`.
 
     The plan is for one card: `plan.workload.batch_size` is its part of the batch. Its baseline is the step that is
-    divided in the same way, without further techniques. If no plan fits, the smallest one is returned.
+    divided in the same way, without further techniques. If no plan fits, the smallest plan of the way that divides most
+    is returned.
 
     Args:
         workload: the step with the batch of all cards.
@@ -47,36 +50,73 @@ def plan_sharded(
         WorkloadError: the batch cannot be divided evenly, or the step is the user's own.
     """
     began = time.perf_counter()
-    try:
-        card = with_links(card, within=cards.link, cards_per_node=cards.per_node)
-    except KeyError:
-        raise WorkloadError(f"link '{cards.link}' is unknown: choose from {', '.join(known())}") from None
-    ways = shardings(workload.model, cards)
-    divided = _divided(workload, cards.count)
-    if vram_bytes is None:
-        ways = ways[-1:]
-    found: list[tuple[Decision, Plan]] = []
-    failed: list[tuple[Decision, PlannerError]] = []
-    for way in ways:
-        on_way = dataclasses.replace(divided, sharding=(way,))
+    plan = None
+    if vram_bytes is not None:
+        plan = sharded_plan_that_fits(
+            workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch
+        )
+    if plan is None:
+        *others, last = _divided(workload, cards)
+        linked = _with_links(card, cards)
+        plan = pipeline.plan_workload(last, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        if vram_bytes is not None:
+            notes = [f"not chosen: {describe_sharding(other.sharding)}: does not fit" for other in others]
+            plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    return dataclasses.replace(plan, seconds=time.perf_counter() - began)
+
+
+def sharded_plan_that_fits(
+    workload: Workload,
+    card: DeviceProfile,
+    cards: Cards,
+    *,
+    vram_bytes: int,
+    constraints: Constraints,
+    watch: Watch | None = None,
+) -> Plan | None:
+    """Return the plan of `plan_sharded` if it fits, else None. This saves the search for the smallest plan.
+
+    Raises:
+        PlannerError: the step cannot be rehearsed in any way to divide it.
+    """
+    card = _with_links(card, cards)
+    found: list[tuple[Workload, Plan | None]] = []
+    failed: list[tuple[Workload, PlannerError]] = []
+    for work in _divided(workload, cards):
         try:
-            plan = pipeline.plan_workload(on_way, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+            plan = plan_that_fits(work, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         except PlannerError as error:
-            failed.append((way, error))
+            failed.append((work, error))
             continue
-        found.append((way, plan))
+        found.append((work, plan))
     if not found:
         raise failed[-1][1]
-    chosen = _best([plan for _, plan in found])
+    chosen = _fastest([plan for _, plan in found if plan is not None])
+    if chosen is None:
+        return None
     notes = [
-        f"not chosen: {way.describe()}: {_comparison(plan, chosen)}" for way, plan in found if plan is not chosen
-    ] + [f"left out: {way.describe()}: {error}" for way, error in failed]
-    seconds = time.perf_counter() - began
-    return dataclasses.replace(chosen, notes=(*chosen.notes, *notes), seconds=seconds)
+        f"not chosen: {describe_sharding(work.sharding)}: {_comparison(plan, chosen)}"
+        for work, plan in found
+        if plan is not chosen
+    ] + [f"left out: {describe_sharding(work.sharding)}: {error}" for work, error in failed]
+    return dataclasses.replace(chosen, notes=(*chosen.notes, *notes))
 
 
-def _divided(workload: Workload, cards: int) -> Workload:
-    """Return the workload of one card."""
+def describe_sharding(sharding: Sequence[Decision]) -> str:
+    """Return a description of how several cards train together."""
+    return "; ".join(decision.describe() for decision in sharding)
+
+
+def _with_links(card: DeviceProfile, cards: Cards) -> DeviceProfile:
+    """Return the card with the links between the cards."""
+    try:
+        return with_links(card, within=cards.link, cards_per_node=cards.per_node)
+    except KeyError:
+        raise WorkloadError(f"link '{cards.link}' is unknown: choose from {', '.join(known())}") from None
+
+
+def _divided(workload: Workload, cards: Cards) -> tuple[Workload, ...]:
+    """Return the workload of one card for each way to divide it, from that which divides least."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise WorkloadError(
             "this process belongs to a process group, and a plan for several cards is rehearsed in a group of its own: "
@@ -87,17 +127,21 @@ def _divided(workload: Workload, cards: int) -> Workload:
             "a training step of your own cannot be planned for several cards, because only your code says where "
             "gradients are added up: give the model and the batch without a step"
         )
-    if workload.batch_size % cards:
+    if workload.batch_size % cards.count:
         raise WorkloadError(
-            f"a batch of {workload.batch_size} samples cannot be divided evenly among {cards} cards: give a batch size "
-            f"that is a multiple of {cards}, such as {-(-workload.batch_size // cards) * cards}"
+            f"a batch of {workload.batch_size} samples cannot be divided evenly among {cards.count} cards: give a "
+            f"batch size that is a multiple of {cards.count}, such as "
+            f"{-(-workload.batch_size // cards.count) * cards.count}"
         )
-    samples = workload.batch_size // cards
+    samples = workload.batch_size // cards.count
     batch = resized(
         workload.batch, samples, device=None, present=workload.batch_size, not_by_sample=workload.not_by_sample
     )
     notes = (*workload.notes, *_batch_norm_notes(workload.model), *_loss_notes(workload))
-    return dataclasses.replace(workload, batch=batch, batch_size=samples, notes=notes)
+    return tuple(
+        dataclasses.replace(workload, batch=batch, batch_size=samples, notes=notes, sharding=(way,))
+        for way in shardings(workload.model, cards)
+    )
 
 
 def _batch_norm_notes(model: torch.nn.Module) -> tuple[str, ...]:
@@ -125,17 +169,14 @@ def _loss_notes(workload: Workload) -> tuple[str, ...]:
     )
 
 
-def _best(plans: list[Plan]) -> Plan:
-    """Return the fastest plan that fits; among equally fast ones, the one that divides least. Else the smallest."""
-    fitting = [plan for plan in plans if plan.fits]
-    if not fitting:
-        return min(plans, key=lambda plan: plan.peak.total_bytes)
-    fastest_ns = min(plan.peak.step_ns for plan in fitting)
-    return next(plan for plan in fitting if plan.peak.step_ns <= TIE * fastest_ns)
+def _fastest(plans: list[Plan]) -> Plan | None:
+    """Return the fastest of the plans, which fit; among equally fast ones, that which divides least. None if empty."""
+    fastest_ns = min((plan.peak.step_ns for plan in plans), default=0)
+    return next((plan for plan in plans if plan.peak.step_ns <= TIE * fastest_ns), None)
 
 
-def _comparison(plan: Plan, chosen: Plan) -> str:
+def _comparison(plan: Plan | None, chosen: Plan) -> str:
+    if plan is None:
+        return "does not fit"
     needs = format_size(plan.peak.total_bytes)
-    if not plan.fits:
-        return f"its smallest plan needs {needs} on each card"
     return f"{needs} on each card, {plan.peak.step_ns / max(chosen.peak.step_ns, 1):.2f} x the step time"

@@ -7,7 +7,33 @@ from benchmarks.faults.fault import Fault
 _TRUTH = "tests/ranks/test_rank_truth.py::test_each_storage_is_born_and_dies_as_in_real_processes"
 _PARITY = "tests/ranks/test_rank_parity.py::test_several_cards_train_as_one_does"
 
+_KEPT = "tests/ranks/test_kept_units.py"
+
 FAULTS = [
+    Fault(
+        name="kept-units-take-no-memory",
+        path="planner/recompute/holds.py",
+        old='            pieces[storage].append((start, stop, "unless", (unit,)))\n',
+        new="            pass\n",
+        tests=(f"{_KEPT}::test_any_kept_units_have_the_predicted_peak",),
+        why="parameters that stay gathered between forward and backward are not counted",
+    ),
+    Fault(
+        name="kept-units-cost-nothing-to-gather",
+        path="planner/recompute/repeated_gathers.py",
+        old="is_view=True, collective=None)",
+        new="is_view=True)",
+        tests=(f"{_KEPT}::test_a_step_that_gathers_once_has_the_time_and_the_bytes_of_its_recording",),
+        why="no unit seems to save time by staying gathered",
+    ),
+    Fault(
+        name="kept-units-only-of-the-first-micro-batch",
+        path="planner/recompute/repeated_gathers.py",
+        old="seen.add((op.micro_batch, unit))\n            continue\n",
+        new="seen.update((other, unit) for other in range(9))\n            continue\n",
+        tests=(f"{_KEPT}::test_each_micro_batch_gathers_anew",),
+        why="the first gather of a micro-batch is taken for one that a kept unit does not need",
+    ),
     Fault(
         name="rank-keeps-unsharded-parameters",
         path="planner/recording/collectives.py",

@@ -16,6 +16,7 @@ from planner.cli.option_checks import names, option
 from planner.cli.training_lines import LOOPS
 from planner.default_batch import with_default_batch
 from planner.errors import DecisionError, PlanFileError, WorkloadError
+from planner.fewest_cards import plan_on_cards
 from planner.for_program import plan_for_program, terms_for
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
@@ -26,7 +27,6 @@ from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.replan import replan
 from planner.run_memory.lengths import read_lengths
-from planner.sharded import plan_sharded
 from planner.space.sharding import Cards, several_cards
 from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import read_shapes
@@ -103,8 +103,10 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     if (cards := _cards(options)) is not None:
         workload = load(batch_size=options.batch_size, seq_len=options.seq_len)
         if options.batch_size is None and workload.batch_size == 1:  # the default of a transformers model
+            if cards.fewest:
+                raise WorkloadError("--cards fewest divides one batch among the cards: give its size with --batch-size")
             workload = load(batch_size=cards.count, seq_len=options.seq_len)
-        return plan_sharded(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        return plan_on_cards(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     if options.largest_batch:
         assert vram_bytes is not None, "checked with the options"
         return questions.largest_batch(

@@ -31,7 +31,7 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
         if question is not None and name in _QUESTIONS[question]:
             reason = _QUESTIONS[question][name]
             raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
-    if "cards" in used and options.cards > 1:
+    if "cards" in used and options.cards != 1:
         for name in sorted(used & _NOT_FOR_CARDS.keys()):
             raise WorkloadError(f"{option(name)} cannot be combined with --cards: {_NOT_FOR_CARDS[name]}")
     for name, other in _NEEDS.items():

@@ -6,7 +6,7 @@ import argparse
 import pathlib
 from typing import get_args
 
-from planner.plan_types.words import Sharding
+from planner.plan_types.words import FEWEST, Sharding
 from planner.profiles.links import known
 
 
@@ -53,9 +53,10 @@ def add_cards(group: argparse._ArgumentGroup) -> None:
     """Adds the options that describe several cards."""
     group.add_argument(
         "--cards",
-        type=positive,
+        type=_number_of_cards,
         metavar="N",
-        help="train on N cards, each with its part of the batch; --vram is then the budget of each card (default: 1)",
+        help="train on N cards, each with its part of the batch; --vram is then the budget of each card; or 'fewest': "
+        "the smallest number of cards with which a plan fits (default: 1)",
     )
     group.add_argument(
         "--sharding",
@@ -92,6 +93,11 @@ def _mesh(text: str) -> tuple[int, int]:
         return positive(first), positive(second)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"'{text}' is no mesh: give two numbers of cards, such as 2x4") from None
+
+
+def _number_of_cards(text: str) -> int | str:
+    """Parses a number of cards, or 'fewest'."""
+    return text if text == FEWEST else positive(text)
 
 
 def positive(text: str) -> int:

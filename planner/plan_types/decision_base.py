@@ -149,6 +149,11 @@ class Decision:
         return 1
 
     @property
+    def keeps_parameters_on_host(self) -> bool:
+        """True if parameters are in host memory, and on the card only while they are used."""
+        return False
+
+    @property
     def units_gathered_again(self) -> tuple[str, ...]:
         """Paths of the units whose parameters are freed between forward and backward, and gathered again."""
         return ()

@@ -169,6 +169,10 @@ class Shard(Decision):
         return self.mesh[-1] if self.way == "fsdp" else 1
 
     @property
+    def keeps_parameters_on_host(self) -> bool:
+        return self.offload
+
+    @property
     def units_gathered_again(self) -> tuple[str, ...]:
         return tuple(unit for unit in self.units if unit not in self.kept)
 

@@ -31,6 +31,10 @@ Techniques = Technique | Sequence[Technique]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp"]
 """A way in which several cards train one model."""
 
+Fewest = Literal["fewest"]
+FEWEST: Fewest = "fewest"
+"""Stands for the smallest number of cards with which a plan fits."""
+
 OptimizerName = Literal[
     "adamw",
     "adam",

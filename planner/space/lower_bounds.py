@@ -68,6 +68,8 @@ def lower_bound_bytes(
         optimizer_peak_bytes: peak of the baseline while its optimizer steps.
         state_bytes: size of the baseline's optimizer state.
     """
+    if any(decision.keeps_parameters_on_host for decision in workload.sharding):
+        return 0
     shards = max((decision.divides_parameters_by for decision in workload.sharding), default=1)
     parameter_bytes = sum(map(stored_bytes, workload.model.parameters())) // shards
     if workload.step is not None:  # while one of its optimizers steps, activations may be alive and gradients be freed

@@ -10,6 +10,7 @@ import torch
 from planner.errors import WorkloadError
 from planner.plan_types.decisions import Shard
 from planner.plan_types.quantized import is_quantized
+from planner.plan_types.words import FEWEST
 from planner.profiles.links import CARDS_PER_NODE
 
 WAYS = ("ddp", "zero1", "zero2", "fsdp")
@@ -23,6 +24,8 @@ class Cards:
     """The cards that train together, as the user describes them."""
 
     count: int
+    fewest: bool = False
+    """True to find the smallest number of cards with which a plan fits; `count` is then the smallest of several."""
     mesh: tuple[int, ...] | None = None
     """Copies of the model, and cards that hold one copy together; None to let the planner choose."""
     way: str | None = None
@@ -41,6 +44,8 @@ class Cards:
             raise WorkloadError(
                 f"'{self.way}' is no known way to train on several cards: choose from {', '.join(WAYS)}"
             )
+        if self.mesh is not None and self.fewest:
+            raise WorkloadError("a mesh has a number of cards: give this number instead of 'fewest', or leave it out")
         if self.mesh is not None:
             copies_and_shards = len(self.mesh) == 2 and all(size > 1 for size in self.mesh)
             if not copies_and_shards or self.mesh[0] * self.mesh[1] != self.count:
@@ -57,7 +62,7 @@ class Cards:
 
 
 def several_cards(
-    count: int | None,
+    count: int | str | None,
     *,
     mesh: tuple[int, ...] | None = None,
     way: str | None = None,
@@ -76,7 +81,20 @@ def several_cards(
                 "mesh, sharding and link describe several cards: give their number, at least 2, with cards (--cards)"
             )
         return None
-    return Cards(count=count, mesh=mesh, way=way, offload=offload, per_node=per_node or CARDS_PER_NODE, link=link)
+    is_number = type(count) is int
+    if not is_number and count != FEWEST:
+        raise WorkloadError(
+            f"cards={count!r}: give the number of cards, at least 2, or '{FEWEST}'; leave it out for one"
+        )
+    return Cards(
+        count=int(count) if is_number else 2,
+        fewest=not is_number,
+        mesh=mesh,
+        way=way,
+        offload=offload,
+        per_node=per_node or CARDS_PER_NODE,
+        link=link,
+    )
 
 
 def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:

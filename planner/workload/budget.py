@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections.abc import Sequence
 
 import torch
 
 from planner.allocator.options import settings_of
 from planner.errors import BudgetError, SizeError
+from planner.plan_types.decision_base import Decision
 from planner.plan_types.quantized import stored_bytes
 from planner.plan_types.sizes import GIB, SMALLEST_PLAIN_BYTES, format_size, margin_bytes, parse_size
 from planner.profiles.device import DeviceProfile
@@ -81,26 +82,41 @@ class Budget:
             tensor_bytes=allocator_bytes - slack_bytes,
         )
 
-    def refuse_if_hopeless(self, model: torch.nn.Module, card: DeviceProfile) -> None:
+    def refuse_if_hopeless(
+        self, model: torch.nn.Module, card: DeviceProfile, *, sharding: Sequence[Decision] = ()
+    ) -> None:
         """Refuse a budget that the CUDA context and the model's parameters and buffers alone exceed.
 
-        No technique makes them smaller, so that no rehearsal is needed to know this.
+        No technique makes them smaller, so that no rehearsal is needed to know this. If several cards train together,
+        the gradients count, too: all of them are alive before the optimizer steps.
+
+        Args:
+            sharding: how several cards train together; empty for one card.
 
         Raises:
             BudgetError: the budget cannot hold them; the message has their sizes.
         """
-        tensors = itertools.chain(model.parameters(), model.buffers())
-        by_storage = {tensor.untyped_storage()._cdata: stored_bytes(tensor) for tensor in tensors}
-        model_bytes = sum(by_storage.values())
+        if any(decision.keeps_parameters_on_host for decision in sharding):
+            return
+        shards = max((decision.divides_parameters_by for decision in sharding), default=1)
+        parameters = {tensor.untyped_storage()._cdata: tensor for tensor in model.parameters()}
+        buffers = {tensor.untyped_storage()._cdata: tensor for tensor in model.buffers()}
+        kept = [tensor for key, tensor in buffers.items() if key not in parameters]
+        model_bytes = sum(map(stored_bytes, parameters.values())) // shards + sum(map(stored_bytes, kept))
+        what = "parameters and buffers"
+        if sharding:
+            trained = (tensor for tensor in parameters.values() if tensor.requires_grad)
+            model_bytes += sum(tensor.numel() * tensor.itemsize for tensor in trained) // shards
+            what = f"{'the parts of one card of ' if shards > 1 else ''}parameters, gradients and buffers"
         needed_bytes = model_bytes + card.context_bytes
         if needed_bytes <= self.usable_bytes:
             return
-        sizes = f"parameters and buffers take {format_size(model_bytes)}"
+        sizes = f"{what} take {format_size(model_bytes)}"
         context = f" and the CUDA context {format_size(card.context_bytes)}" if card.context_bytes else ""
         raise BudgetError(
             f"does not fit: a budget of {format_size(self.usable_bytes)} cannot hold the model, whatever the plan: "
-            f"{sizes}{context}, and training needs more; give a budget well above {format_size(needed_bytes)}, or a "
-            "smaller model"
+            f"{sizes}{context}, and training needs more; give a budget well above {format_size(needed_bytes)}, or "
+            f"{'more cards' if sharding else 'a smaller model'}"
         )
 
     def notes(self, card: DeviceProfile) -> tuple[str, ...]:

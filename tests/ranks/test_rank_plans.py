@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import planner
 from planner import pipeline, profiles
-from planner.errors import DecisionError, WorkloadError
+from planner.errors import BudgetError, DecisionError, WorkloadError
 from planner.estimate.allocation_stream import streams_of_blocks
 from planner.estimate.footprint import measure
+from planner.plan_types.decision_base import cards_of
 from planner.plan_types.decisions import Shard
 from planner.plan_types.techniques import decision_from_json
 from planner.profiles.links import with_links
@@ -25,6 +26,7 @@ from planner.rewrite.application import apply_decisions
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.space.sharding import Cards, repeated_blocks, shardings
 from planner.virtual_gpu.forked_process import Child
+from planner.workload.budget import Budget
 from planner.workload.call_convention import Calling
 from planner.workload.workload import workload
 from tests.support.workloads import CARD, example
@@ -65,8 +67,8 @@ def test_a_block_that_shares_a_parameter_with_another_module_is_no_unit():
 
 def test_the_ways_are_those_that_the_user_allows():
     model = llama()
-    assert [shard.way for shard in shardings(model, Cards(count=8))] == ["ddp", "zero1", "fsdp", "fsdp"]
-    assert [shard.mesh for shard in shardings(model, Cards(count=8, mesh=(2, 4)))] == [(2, 4), (2, 4)]
+    assert [shard.way for shard in shardings(model, Cards(count=8))] == ["ddp", "zero1", "fsdp"]
+    assert [shard.mesh for shard in shardings(model, Cards(count=8, mesh=(2, 4)))] == [(2, 4)]
     (kept,) = shardings(model, Cards(count=8, way="zero2"))
     assert kept.kept == kept.units == repeated_blocks(model)
 
@@ -178,8 +180,47 @@ def test_shards_are_chosen_where_copies_do_not_fit_and_the_notes_compare_the_way
     assert roomy.peak.step_ns <= scarce.peak.step_ns
     assert next(d for d in scarce.decisions if d.kind == "shard").way == "fsdp"
     compared = [note for note in scarce.notes if note.startswith("not chosen: ")]
-    assert len(compared) == 3
-    assert sum("its smallest plan needs" in note for note in compared) >= 2
+    assert [note.rpartition(": ")[2] for note in compared] == ["does not fit", "does not fit"]
+
+
+@pytest.mark.slow
+def test_the_smallest_number_of_cards_is_found_and_larger_ones_are_compared():
+    options = {"vram": "14MiB", "gpu": "bare", "forbid": "accumulation", "fidelity": "exact"}
+    plan = planner.plan(llama(), batch(), cards="fewest", **options)
+    assert plan.fits
+    cards = cards_of(plan.decisions)
+    assert cards in (2, 4, 8, 16)
+    smaller = {1, 2, 4, 8} & set(range(cards))
+    for count in smaller:
+        assert f"{count} card{'s' if count > 1 else ''}: does not fit" in plan.notes
+    if cards > 2:
+        assert not planner.plan(llama(), batch(), cards=cards // 2, **options).fits
+    more = [note for note in plan.notes if note.startswith((f"{2 * cards} cards: ", f"{4 * cards} cards: "))]
+    assert len(more) == sum(16 % (cards * factor) == 0 for factor in (2, 4))
+    assert all("x the step time" in note for note in more)
+
+
+def test_the_smallest_number_of_cards_needs_a_budget_and_a_batch_that_can_be_divided():
+    with pytest.raises(WorkloadError, match="depends on the memory of a card"):
+        planner.plan(llama(), batch(), vram=None, gpu="bare", cards="fewest")
+    with pytest.raises(WorkloadError, match="a batch of 3 samples cannot be divided among 2 cards"):
+        planner.plan(llama(), batch(3), gpu="bare", vram="1GiB", cards="fewest", sharding="ddp")
+    with pytest.raises(WorkloadError, match="a mesh has a number of cards"):
+        planner.plan(llama(), batch(), gpu="bare", vram="1GiB", cards="fewest", mesh=(2, 2))
+    with pytest.raises(WorkloadError, match="cards='some'"):
+        planner.plan(llama(), batch(), gpu="bare", vram="1GiB", cards="some")
+
+
+def test_a_budget_that_cannot_hold_the_shards_is_refused_without_a_rehearsal():
+    sharding = shardings(llama(), Cards(count=4, way="fsdp"))
+    model = llama()
+    whole = sum(p.numel() for p in model.parameters()) * 8  # parameters and gradients
+    budget = Budget.on(BARE, whole // 4 - 100_000, margin=0)
+    with pytest.raises(BudgetError, match="the parts of one card of parameters, gradients"):
+        budget.refuse_if_hopeless(model, BARE, sharding=sharding)
+    Budget.on(BARE, whole // 4 + 100_000, margin=0).refuse_if_hopeless(model, BARE, sharding=sharding)
+    offloaded = [dataclasses.replace(way, offload=True) for way in sharding]
+    budget.refuse_if_hopeless(model, BARE, sharding=offloaded)
 
 
 @pytest.mark.slow
