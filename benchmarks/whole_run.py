@@ -6,10 +6,11 @@
 
 The first form prints one row for each model: the memory of the process for the longest step alone, and for a run over
 samples whose lengths are distributed log-normally (median 200 tokens, sigma 0.8, cut at the longest length), in two
-random orders; and for the same run with a change. The second form predicts the training steps for batches of many
-shapes from those for others, rehearses them, too, and counts the steps in which all requests to the allocator are
-equal: first for batches with one number of samples, then for batches with a limit on their tokens. The third form
-measures the CPU time to simulate 10,000 steps of 40 lengths. No card is used, and models have no weights.
+random orders; and for the same run with a change. Batches have the mask of a batch with padding. The second form
+predicts the training steps for batches of many shapes from those for others, rehearses them, too, and counts the steps
+in which all requests to the allocator are equal: first for batches with one number of samples, then for batches with a
+limit on their tokens. The third form measures the CPU time to simulate 10,000 steps of 40 lengths. No card is used, and
+models have no weights.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from planner.whole_run.planning import plan_run
 from planner.whole_run.recordings import RunRecordings
 from planner.whole_run.simulated_run import Run
 from planner.workload.cards import resolve_card
-from planner.workload.synthetic_batch import synthetic_batch
+from planner.workload.synthetic_batch import Masking, synthetic_batch
 from planner.workload.workload import Workload, workload
 
 # Class, samples in a batch, longest length, and changes of the default configuration of the class.
@@ -125,7 +126,7 @@ def by_shape(name: str) -> Callable[[BatchShape], Workload]:
 
     @functools.cache
     def at(shape: BatchShape) -> Workload:
-        batch = synthetic_batch(model, batch_size=shape.samples, seq_len=shape.length)
+        batch = synthetic_batch(model, batch_size=shape.samples, seq_len=shape.length, masking=Masking.PADDED)
         return workload(model, batch, seq_len=shape.length, is_synthetic=True)
 
     return at
