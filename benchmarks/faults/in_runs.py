@@ -182,7 +182,7 @@ FAULTS = (
         old="differ = samples > 1 and len(",
         new="differ = len(",
         tests=("tests/workload/test_transformers_models.py::test_a_run_has_padding_if_a_batch_of_it_can_have_some",),
-        why="batches of one sample, which have no padding, are planned with the memory of a mask of all pairs of tokens",
+        why="batches of one sample, which have no padding, are planned with the memory of a mask of all pairs",
     ),
     Fault(
         name="run-takes-masks-of-a-loader-by-chance",
