@@ -337,6 +337,7 @@ def test_lengths_that_cannot_be_predicted_are_padded_to_a_few_that_exist():
     assert "padded" in free.padded(8).notes[-1]
 
 
+@pytest.mark.slow
 def test_batches_of_several_lengths_have_the_mask_of_a_collator(tmp_path):
     """With padding attention gets a mask of all pairs of tokens, so that the step needs more memory."""
     transformers = pytest.importorskip("transformers")
@@ -352,8 +353,8 @@ def test_batches_of_several_lengths_have_the_mask_of_a_collator(tmp_path):
         assert main([str(tmp_path), *run]) == 0
         found[name] = Plan.load(saved)
         assert "attention_mask" in {path for path, _, _ in found[name].workload.batch}
-        again = replan(found[name], vram=None, gpu=None)
-        assert (again.peak, again.run) == (found[name].peak, found[name].run)
+    again = replan(found["several"], vram=None, gpu=None)
+    assert (again.peak, again.run) == (found["several"].peak, found["several"].run)
     alone = load_workload(str(tmp_path), batch_size=4, seq_len=96, optimizer="adamw")
     peaks = [found[name].peak.allocated_bytes for name in lengths]
     card = load("rtx-3060")
@@ -380,7 +381,7 @@ def test_with_masks_aligned_lengths_and_others_are_predicted_apart():
     predicted, rehearsed = (RunRecordings(at, (), load("rtx-3060"), Watch()) for _ in range(2))
     assert predicted.add(shapes)
     guesses = [shape for shape in shapes if predicted.steps[shape].is_predicted]
-    assert {shape.length % 16 for shape in guesses} == {0, 8} and len(guesses) >= len(shapes) - 2 * RECORDINGS
+    assert {shape.length % 16 for shape in guesses} == {0, 8} and len(guesses) >= len(shapes) - 3 * RECORDINGS
     chosen = guesses[::4]
     rehearsed.rehearse(chosen)
     streams = [
