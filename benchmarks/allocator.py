@@ -2,12 +2,13 @@
 
     python -m benchmarks.allocator [--only NAME ...] [--gpu rtx-3090]
     python -m benchmarks.allocator --plans [--shares 0.95 0.8 0.6] [--only NAME ...]
-    python -m benchmarks.allocator --smallest [--only NAME ...]
+    python -m benchmarks.allocator --smallest [--only NAME ...] [--limit 240]
 
 The first form prints a table with one row for each model: bytes allocated by tensors, and for each setting the bytes
 that the allocator reserves in two training steps, from the simulated allocator. The second form plans each model for
 shares of its baseline's memory, without and with the technique `allocator`, and prints the plans that differ. The third
-form searches for the smallest exact plan, without and with it.
+form searches for the smallest exact plan, without and with it. Both searches share their recordings, and a model whose
+searches take longer than the limit gets no row.
 No card is used, and models have no weights.
 """
 
@@ -17,7 +18,8 @@ import argparse
 import dataclasses
 import importlib
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 import transformers
@@ -26,13 +28,19 @@ from benchmarks.card import models as smaller
 from benchmarks.card.budgets import CASES
 from benchmarks.card.models import Built, tokens
 from planner import pipeline
+from planner.choose import fitting
 from planner.choose.chooser import TIE
+from planner.choose.planning_session import Certified
+from planner.errors import TimeLimitError
 from planner.estimate.footprint import measure
 from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.decision_base import Decision
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB
 from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
+from planner.workload.budget import Budget
 from planner.workload.cards import resolve_card
 from planner.workload.workload import Workload, workload
 
@@ -100,10 +108,13 @@ def main() -> None:
     parser.add_argument("--plans", action="store_true", help="compare plans")
     parser.add_argument("--smallest", action="store_true", help="compare the smallest plans")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.95, 0.8, 0.6], help="of the baseline's memory")
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="of the smallest plans of a model (default none)"
+    )
     options = parser.parse_args()
     card = resolve_card(options.gpu, None)
     if options.smallest:
-        _compare_smallest(options.only, card)
+        _compare_smallest(options.only, card, options.limit)
     elif options.plans:
         _compare_plans(options.only, card, options.shares)
     else:
@@ -149,25 +160,36 @@ def _compare_plans(names: list[str], card: DeviceProfile, shares: list[float]) -
             counts[verdict] += 1
             if verdict != "equal":
                 print(
-                    f"| {name} | {budget // MIB:,} | {_cell(before)} | {_cell(after)} | {_options(after)} |", flush=True
+                    f"| {name} | {budget // MIB:,} | {_cell(before)} | {_cell(after)} | {_options(after.decisions)} |",
+                    flush=True,
                 )
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
 
 
-def _compare_smallest(names: list[str], card: DeviceProfile) -> None:
-    print("| model | smallest plan without `allocator` (MiB) | with it | options |\n|---|---:|---:|---|")
+def _compare_smallest(names: list[str], card: DeviceProfile, limit_seconds: float | None) -> None:
+    print("| model | smallest plan without `allocator` (MiB) | with it | options | seconds |\n|---|---:|---:|---|---:|")
     for name in names:
-        work = work_of(name)
-        before, after = (
-            pipeline.plan_workload(work, card, vram_bytes=card.context_bytes + MIB, constraints=each)
-            for each in _WITHOUT_AND_WITH
-        )
-        sizes = " | ".join(f"{plan.peak.total_bytes // MIB:,}" for plan in (before, after))
-        print(f"| {name} | {sizes} | {_options(after)} |", flush=True)
+        work, began = work_of(name), time.perf_counter()
+        try:
+            before, after = _smallest_plans(work, card, Watch(seconds=limit_seconds))
+        except TimeLimitError:
+            print(f"| {name} | limit of {limit_seconds:g} s reached | | | |", flush=True)
+            continue
+        sizes = " | ".join(f"{plan.measured.footprint.total_bytes // MIB:,}" for plan in (before, after))
+        seconds = time.perf_counter() - began
+        print(f"| {name} | {sizes} | {_options(after.choice.decisions)} | {seconds:.0f} |", flush=True)
 
 
-def _options(plan: Plan) -> str:
-    return next((d.describe().partition("=")[2] for d in plan.decisions if d.kind == "allocator"), "")
+def _smallest_plans(work: Workload, card: DeviceProfile, watch: Watch) -> tuple[Certified, Certified]:
+    """Returns the smallest plan without the technique `allocator`, and with it. No budget is as small as theirs."""
+    budget = Budget.of_total(card, card.context_bytes + MIB)
+    with pipeline.open_session(work, card, budget, watch) as session:
+        before, after = (fitting.smallest(session, session.search_space(each), each) for each in _WITHOUT_AND_WITH)
+        return before, after
+
+
+def _options(decisions: Sequence[Decision]) -> str:
+    return next((d.describe().partition("=")[2] for d in decisions if d.kind == "allocator"), "")
 
 
 def _verdict(before: Plan, after: Plan) -> str:

@@ -2,14 +2,17 @@
 
     python -m benchmarks.whole_run [--only NAME ...] [--gpu rtx-3090] [--steps 5000]
     python -m benchmarks.whole_run --predicted [--only NAME ...]
+    python -m benchmarks.whole_run --masks [--only NAME ...]
     python -m benchmarks.whole_run --speed
 
 The first form prints one row for each model: the memory of the process for the longest step alone, and for a run over
 samples whose lengths are distributed log-normally (median 200 tokens, sigma 0.8, cut at the longest length), in two
-random orders; and for the same run with a change. The second form predicts the training steps for batches of many
-shapes from those for others, rehearses them, too, and counts the steps in which all requests to the allocator are
-equal: first for batches with one number of samples, then for batches with a limit on their tokens. The third form
-measures the CPU time to simulate 10,000 steps of 40 lengths. No card is used, and models have no weights.
+random orders; and for the same run with a change. Batches have the mask of a batch with padding. The second form
+predicts the training steps for batches of many shapes from those for others, rehearses them, too, and counts the steps
+in which all requests to the allocator are equal: first for batches with one number of samples, then for batches with a
+limit on their tokens. The third form prints the bytes of tensors at the peak of one step with 8 samples of 512 tokens:
+without an attention mask, with a full one, and with one that has padding. The fourth form measures the CPU time to
+simulate 10,000 steps of 40 lengths. No card is used, and models have no weights.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from typing import Any
 import torch
 import transformers
 
+from planner import pipeline
 from planner.allocator.options import settings_of
 from planner.allocator.settings import PYTORCH_DEFAULTS
+from planner.estimate.footprint import measure
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.sizes import MIB
 from planner.profiles.device import DeviceProfile
@@ -37,7 +42,7 @@ from planner.whole_run.planning import plan_run
 from planner.whole_run.recordings import RunRecordings
 from planner.whole_run.simulated_run import Run
 from planner.workload.cards import resolve_card
-from planner.workload.synthetic_batch import synthetic_batch
+from planner.workload.synthetic_batch import Masking, synthetic_batch
 from planner.workload.workload import Workload, workload
 
 # Class, samples in a batch, longest length, and changes of the default configuration of the class.
@@ -103,18 +108,21 @@ def main() -> None:
     parser.add_argument("--gpu", default="rtx-3090", help="profile of the card (default rtx-3090)")
     parser.add_argument("--steps", type=int, default=5000, help="number of steps in each order (default 5000)")
     parser.add_argument("--predicted", action="store_true", help="compare predicted steps with rehearsed ones")
+    parser.add_argument("--masks", action="store_true", help="compare steps without and with attention masks")
     parser.add_argument("--speed", action="store_true", help="measure the time of a simulation")
     options = parser.parse_args()
     card = resolve_card(options.gpu, None)
     if options.speed:
         _measure_speed(card)
+    elif options.masks:
+        _compare_masks(options.only or list(MODELS), card)
     elif options.predicted:
         _compare_predicted(options.only or list(known), card)
     else:
         _compare_runs(options.only or list(MODELS), card, options.steps)
 
 
-def by_shape(name: str) -> Callable[[BatchShape], Workload]:
+def by_shape(name: str, masking: Masking = Masking.PADDED) -> Callable[[BatchShape], Workload]:
     """Returns a function that builds the workload for a shape, always with the same model on the meta device."""
     kind, _, _, changes = {**MODELS, **ONLY_PREDICTED}[name]
     with torch.device("meta"):
@@ -125,7 +133,7 @@ def by_shape(name: str) -> Callable[[BatchShape], Workload]:
 
     @functools.cache
     def at(shape: BatchShape) -> Workload:
-        batch = synthetic_batch(model, batch_size=shape.samples, seq_len=shape.length)
+        batch = synthetic_batch(model, batch_size=shape.samples, seq_len=shape.length, masking=masking)
         return workload(model, batch, seq_len=shape.length, is_synthetic=True)
 
     return at
@@ -179,6 +187,15 @@ def _compare_predicted(names: list[str], card: DeviceProfile) -> None:
             )
             known = len(shapes) - len(guesses) if is_known else "-"
             print(f"| {name} | {words} | {len(shapes)} | {known} | {len(guesses)} | {equal} |", flush=True)
+
+
+def _compare_masks(names: list[str], card: DeviceProfile) -> None:
+    print("| model | without a mask | full mask | mask with padding | more than without |\n|---|---:|---:|---:|---:|")
+    for name in names:
+        graphs = [pipeline.record_step(by_shape(name, masking)(BatchShape(8, 512)), card) for masking in Masking]
+        bare, *masked = [measure(graph, card, vram_bytes=None).footprint.allocated_bytes for graph in graphs]
+        sizes = " | ".join(f"{size:,}" for size in (bare, *masked))
+        print(f"| {name} | {sizes} | {masked[-1] / bare - 1:.1%} |", flush=True)
 
 
 def _measure_speed(card: DeviceProfile) -> None:

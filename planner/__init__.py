@@ -119,8 +119,9 @@ def plan(
             split.
         values: numbers by line of the model's code, such as {"model.py:42": 100}. The number is the value that the
             line reads from a tensor (`.item()`, a condition), or the largest number of elements that it selects.
-        worst_case: True to take the masks of the batch as full and its lengths as the longest one, so that the plan
-            holds for all batches of this shape; False to use their own values, if the batch is on the CPU.
+        worst_case: True to take the masks of the batch as full, or as full up to one position of each sample if an
+            attention mask has padding, and its lengths as the longest one, so that the plan holds for all batches of
+            this shape; False to use their own values, if the batch is on the CPU.
         alloc_conf: options of PyTorch's caching allocator with which you train, in the notation of PYTORCH_ALLOC_CONF,
             such as "expandable_segments:True"; "" for PyTorch's defaults. If None, the options that are set in the
             environment of this process.

@@ -28,6 +28,7 @@ from planner.whole_run.request import verify_planned_run
 from planner.workload.budget import Budget, card_and_budget
 from planner.workload.cards import resolve_card, with_allocator_options
 from planner.workload.loading import load_workload
+from planner.workload.synthetic_batch import planned_masking
 from planner.workload.workload import Workload
 
 
@@ -126,6 +127,7 @@ def load_planned(saved: Plan, shape: BatchShape | None = None) -> Workload:
         adapter=saved.model.adapter,
         program=saved.model.program,
         input_shapes=saved.workload.input_shapes,
+        masking=planned_masking(saved),
         arguments=saved.model.arguments,
         answers=Answers(values=saved.workload.values, worst_case=saved.workload.worst_case),
         choose=lambda workloads: next((w for w in workloads if w.facts().batch == saved.workload.batch), workloads[0]),

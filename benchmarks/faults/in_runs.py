@@ -168,4 +168,39 @@ FAULTS = (
         tests=("tests/cli/test_training_lines.py::test_the_lines_of_a_run_train_as_it_was_planned",),
         why="the Trainer evaluates with batches of another size than planned",
     ),
+    Fault(
+        name="run-pads-without-a-mask",
+        path="planner/cli/answer.py",
+        old=", masking=request.masking(samples, options.seq_len))",
+        new=")",
+        tests=("tests/whole_run/test_whole_run.py::test_batches_of_several_lengths_have_the_mask_of_a_collator",),
+        why="the longest step of a run of several lengths is planned without the mask that a collator adds",
+    ),
+    Fault(
+        name="run-of-one-sample-is-padded",
+        path="planner/workload/synthetic_batch.py",
+        old="differ = samples > 1 and len(",
+        new="differ = len(",
+        tests=("tests/workload/test_transformers_models.py::test_a_run_has_padding_if_a_batch_of_it_can_have_some",),
+        why="batches of one sample, which have no padding, are planned with the memory of a mask of all pairs",
+    ),
+    Fault(
+        name="run-takes-masks-of-a-loader-by-chance",
+        path="planner/workload/batch_source.py",
+        old="    if is_padded:\n",
+        new="    if False:\n",
+        tests=("tests/workload/test_batch_source.py::test_if_one_batch_has_padding_all_are_taken_as_padded",),
+        why="the largest batch of a data loader is planned without padding because the first of its shape has none",
+    ),
+    Fault(
+        name="run-takes-padded-masks-as-full",
+        path="planner/recording/virtual_batch.py",
+        old="            known.learn(fake, assumed, frozenset((ASSUMED_PADDING,)))\n",
+        new="            pass\n",
+        tests=(
+            "tests/virtual_gpu/test_shadow_values.py::"
+            "test_a_mask_with_padding_is_assumed_to_have_one_position_of_padding_in_every_sample",
+        ),
+        why="a batch with padding is planned without the mask of all pairs of tokens that attention gets",
+    ),
 )

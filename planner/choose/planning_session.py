@@ -119,7 +119,7 @@ class PlanningSession:
             constraints,
             batch_statistics=graph.batch_statistics,
             carried=self._carried if constraints.allow(Role.MICRO_BATCHING) else None,
-            values_needed=None if self.workload.program else self._values_needed,
+            values_needed=self._values_needed,
             why_no_samples=self._by_sample_check.why_not if constraints.allow(Role.MICRO_BATCHING) else None,
             chunks=loss_in_chunks(graph, self.workload.model, vram_bytes=self.budget.usable_bytes),
         )

@@ -93,7 +93,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card, watch))
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
 
-    def load_hopeful(**settings: int | None) -> Workload:
+    def load_hopeful(**settings: Any) -> Workload:
         """Loads the workload, and refuses a budget that cannot hold the model whatever the plan."""
         workload = load(**settings)
         if budget is not None and not options.tradeoff:
@@ -118,11 +118,14 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         )
     request = _run_request(options)
     seq_len = request.longest(options.seq_len) or options.seq_len
-    workload = load_hopeful(batch_size=options.batch_size, seq_len=seq_len)
+
+    def load_longest(samples: int | None) -> Workload:
+        return load_hopeful(batch_size=samples, seq_len=seq_len, masking=request.masking(samples, options.seq_len))
+
+    workload = load_longest(options.batch_size)
     if budget is not None:
-        workload = with_default_batch(
-            workload, lambda samples: load_hopeful(batch_size=samples, seq_len=seq_len), card, budget, watch
-        )
+        workload = with_default_batch(workload, load_longest, card, budget, watch)
+    masking = request.masking(workload.batch_size, options.seq_len)
     if options.tradeoff:
         return pipeline.tradeoff_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     plan = plan_step_or_run(
@@ -131,11 +134,12 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         vram_bytes=vram_bytes,
         constraints=constraints,
         request=request,
-        at=lambda shape: load(batch_size=shape.samples, seq_len=shape.length),
+        at=lambda shape: load(batch_size=shape.samples, seq_len=shape.length, masking=masking),
         watch=watch,
     )
     if plan.run is not None:
         return plan  # what would help the run is part of the plan
+    load = functools.partial(load, masking=masking)
     return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
 
 
@@ -204,8 +208,7 @@ def _for_program(
     forbidden = (*LOOPS[options.loop], *terms.forbidden)
     constraints = _constraints(options, force=(*kinds, *terms.forced), forbid=forbidden)
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
-    own_values = Answers(values=dict(map(parse_answer, options.value)), worst_case=False)
-    load = functools.partial(load, dtype=terms.dtype, answers=own_values)
+    load = functools.partial(load, dtype=terms.dtype)
 
     def load_hopeful(program: TrainingProgram, batch_size: int | None) -> Workload:
         workload = load(batch_size=batch_size, seq_len=options.seq_len, program=program)

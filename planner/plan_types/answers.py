@@ -26,7 +26,8 @@ class Answers:
     elements that it selects.
     """
     worst_case: bool = True
-    """True to take the masks of the batch as full and its lengths as the longest one; False to use their own values."""
+    """True to take the masks of the batch as full, or as full up to one position of each sample if an attention mask
+    has padding, and its lengths as the longest one; False to use their own values."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Mapping):

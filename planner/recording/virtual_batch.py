@@ -9,8 +9,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from planner.virtual_gpu.sparse_tensors import virtual_sparse
-from planner.virtual_gpu.values.shadow_ops import ASSUMED_LABELS, ASSUMED_LONGEST, ASSUMED_MASK, ASSUMED_VALUES
+from planner.virtual_gpu.values.shadow_ops import (
+    ASSUMED_LABELS,
+    ASSUMED_LONGEST,
+    ASSUMED_MASK,
+    ASSUMED_PADDING,
+    ASSUMED_VALUES,
+)
 from planner.virtual_gpu.values.shadow_values import ShadowValues, is_tracked
+from planner.workload.batch_source import has_padding
 from planner.workload.workload import map_batch, tensors_of
 
 
@@ -41,8 +48,9 @@ def learn_values(known: ShadowValues, batch: Any, given: Any, *, worst_case: boo
     Args:
         batch: the batch in the rehearsal, with fake tensors.
         given: the batch that the user gave.
-        worst_case: True to take masks as full and lengths as the longest one. Lengths keep their own values if their
-            sum is the size of a dimension in the batch, because a tensor may be split by them.
+        worst_case: True to take masks as full, or attention masks with padding as full up to one position of each
+            sample, and lengths as the longest one. Lengths keep their own values if their sum is the size of a
+            dimension in the batch, because a tensor may be split by them.
     """
     real = dict(tensors_of(given))
     sizes = {size for tensor in real.values() for size in tensor.shape}
@@ -50,6 +58,7 @@ def learn_values(known: ShadowValues, batch: Any, given: Any, *, worst_case: boo
         if worst_case:
             assume_full(known, path, fake)
         if path in real:
+            _assume_padding(known, path, fake, real[path], worst_case=worst_case)
             if worst_case and _is_length(path, real[path]) and sum(lengths := _numbers(real[path])) not in sizes:
                 known.assume(fake, max(lengths), ASSUMED_LONGEST)
             learn_batch(known, path, fake, real[path])
@@ -70,9 +79,38 @@ def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
         known.assume(tensor, 1, ASSUMED_LABELS)
 
 
+def _assume_padding(
+    known: ShadowValues, name: str, fake: torch.Tensor, real: torch.Tensor, *, worst_case: bool
+) -> None:
+    """Assumes that one position of every sample is padding, if `real` is a padded attention mask [samples, tokens].
+
+    Models ask whether a mask has padding: only then attention gets a mask of all pairs of tokens and cannot use the
+    fastest kernel, so that a batch with padding needs more memory than a full one of the same shape. The assumption
+    holds for every micro-batch. The position is the one at which the fewest samples have a token.
+
+    Args:
+        worst_case: if False, nothing is assumed unless the mask already has these values.
+    """
+    if not (_has_values(real) and is_tracked(fake)):
+        return
+    with unset_fake_temporarily():
+        if not has_padding(name, real):
+            return
+        assumed = torch.ones(tuple(fake.shape), dtype=real.dtype, device="cpu")
+        assumed[:, int(real.bool().sum(dim=0).argmin())] = 0
+        if worst_case or bool((real == assumed[:1]).all()):
+            known.learn(fake, assumed, frozenset((ASSUMED_PADDING,)))
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """True if the values of a tensor of the user's batch can be read here."""
+    is_real = tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+    return is_real and tensor.layout is torch.strided and tensor.numel() > 0
+
+
 def _is_length(name: str, tensor: torch.Tensor) -> bool:
     """True if a tensor of the batch has lengths: integers with values, one for each sample, and "len" in their name."""
-    has_values = tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor) and tensor.numel() > 0
+    has_values = _has_values(tensor)
     is_named = "len" in name.rsplit(".", 1)[-1].lower()
     return is_named and has_values and tensor.dim() == 1 and tensor.dtype in (torch.int32, torch.int64)
 
@@ -91,8 +129,13 @@ def learn_batch(known: ShadowValues, name: str, fake: torch.Tensor, real: torch.
         name: path of the tensor in the batch, for the assumption that is noted where the values are needed.
         real: the tensor that the user gave. Its values are known if it is on the CPU.
     """
-    has_values = real.device.type == "cpu" and not isinstance(real, FakeTensor) and real.layout is torch.strided
-    if not has_values or fake in known or real.dtype.is_floating_point or real.is_complex() or not is_tracked(fake):
+    if (
+        not _has_values(real)
+        or fake in known
+        or real.dtype.is_floating_point
+        or real.is_complex()
+        or not is_tracked(fake)
+    ):
         return
     with unset_fake_temporarily():
         if fake.dim() and len(fake) != len(real):

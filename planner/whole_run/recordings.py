@@ -23,6 +23,8 @@ from planner.virtual_gpu.forked_process import Child
 from planner.whole_run.activities import Activity
 from planner.workload.workload import Workload
 
+_ALIGNMENT = 16
+"""Multiple of lengths at which memory-efficient attention takes a mask without a padded copy of it."""
 _AT_ONCE = 2
 """Maximum number of rehearsals that run at the same time."""
 
@@ -68,22 +70,43 @@ class RunRecordings:
     def add(self, shapes: Iterable[BatchShape]) -> bool:
         """Adds the steps for these shapes to `steps`, and returns True; False if they cannot be predicted.
 
-        If the shapes are many, only some are rehearsed, and the others are predicted.
+        If the shapes are many, only some are rehearsed, and the others are predicted. If the steps of all shapes are
+        not alike, those of aligned lengths are predicted from each other, and so are the others.
         """
         missing = sorted(set(shapes) - set(self.steps))
-        self._record(shapes_to_record(missing, self._recorded, self._parts))
-        interpolation = Interpolation(self._recorded, self._batch_bytes, self._parts)
+        found = self._found(missing, lambda _: True)
+        if found is None:
+            aligned = self._found([shape for shape in missing if _is_aligned(shape)], _is_aligned)
+            others = self._found([shape for shape in missing if not _is_aligned(shape)], _is_not_aligned)
+            if aligned is None or others is None:
+                return False
+            found = aligned | others
+        self.steps |= found
+        return True
+
+    def _found(
+        self, missing: Sequence[BatchShape], is_like: Callable[[BatchShape], bool]
+    ) -> dict[BatchShape, RecordedStep] | None:
+        """Returns the steps for these shapes; None if they cannot be predicted.
+
+        Args:
+            is_like: True for the shapes from whose recordings they are predicted.
+        """
+        if not missing:
+            return {}
+        self._record(shapes_to_record(missing, [shape for shape in self._recorded if is_like(shape)], self._parts))
+        alike = {shape: graph for shape, graph in self._recorded.items() if is_like(shape)}
+        interpolation = Interpolation(alike, self._batch_bytes, self._parts)
         steps: dict[BatchShape, RecordedStep] = {}
         for shape in missing:
-            known = self._recorded.get(shape)
+            known = alike.get(shape)
             if known is None:
                 self._watch.check()
             found = interpolation.at(shape) if known is None else (known, self._batch_bytes[shape])
             if found is None:
-                return False
+                return None
             steps[shape] = self._step(*found, is_predicted=known is None)
-        self.steps |= steps
-        return True
+        return steps
 
     def rehearse(self, shapes: Iterable[BatchShape]) -> None:
         """Adds the steps for these shapes to `steps`. All of them are rehearsed."""
@@ -148,3 +171,11 @@ class RunRecordings:
         )
         step_ns = roofline.step_ns(graph, self._card, self._parts)
         return RecordedStep(setup=setup, moment=moments[TRAINING_STEP], step_ns=step_ns, is_predicted=is_predicted)
+
+
+def _is_aligned(shape: BatchShape) -> bool:
+    return shape.length % _ALIGNMENT == 0
+
+
+def _is_not_aligned(shape: BatchShape) -> bool:
+    return not _is_aligned(shape)

@@ -19,6 +19,7 @@ from planner.whole_run.orders import constant, given_order, random_orders
 from planner.whole_run.planning import plan_run, verify_run
 from planner.whole_run.simulated_run import MOST_REHEARSED, Run
 from planner.workload.batch_source import BatchStream, elements
+from planner.workload.synthetic_batch import Masking, masking_of
 from planner.workload.workload import Workload, batch_size_of, described
 
 Between = Sequence[str | Callable[..., object]] | Mapping[str, Callable[..., object]] | Callable[..., object]
@@ -70,6 +71,20 @@ class RunRequest:
             seq_len: the length to which longer samples are cut; None for no limit.
         """
         return padded(max(self.samples), self.multiple, seq_len) if self.samples else None
+
+    def masking(self, samples: int | None, seq_len: int | None) -> Masking:
+        """Returns the attention mask of the batches; NONE if no lengths were stated.
+
+        Args:
+            samples: number of samples in a batch; None for one.
+            seq_len: the length to which longer samples are cut; None for no limit.
+        """
+        longest = self.longest(seq_len)
+        return (
+            Masking.NONE
+            if longest is None
+            else masking_of(set(self.samples), samples=samples or 1, multiple=self.multiple, longest=longest)
+        )
 
     def activities(self, workload: Workload) -> tuple[Activity, ...]:
         """Returns what happens between steps. Raises `WorkloadError` if it cannot be rehearsed."""

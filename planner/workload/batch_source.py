@@ -14,7 +14,8 @@ import torch
 from planner.errors import WorkloadError
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.call_convention import is_graph
-from planner.workload.workload import described, map_batch
+from planner.workload.synthetic_batch import MASK
+from planner.workload.workload import described, map_batch, tensors_of
 
 MOST_BATCHES = 200
 """Maximum number of batches that are taken from a source of batches."""
@@ -48,7 +49,7 @@ class Candidates(NamedTuple):
     """All batches of the source; None if it is a single batch, or has too many different shapes."""
 
 
-def candidate_batches(batch: Any) -> Candidates:
+def candidate_batches(batch: Any, *, worst_case: bool = True) -> Candidates:
     """Returns the batches of a source whose training step may be the largest, and notes for the plan.
 
     A batch is left out if another batch has the same tensors and is at least as large in every dimension.
@@ -58,12 +59,16 @@ def candidate_batches(batch: Any) -> Candidates:
     The source is read in a forked process, so that neither the position of an iterator nor the state of random number
     generators changes here.
 
+    Args:
+        worst_case: True to give all batches an attention mask with padding if one of them has padding: which batches
+            have none is a matter of chance. False to keep their values.
+
     Raises:
         WorkloadError: the source raises an error, or has no batches.
     """
     if not isinstance(batch, (torch.utils.data.DataLoader, Iterator)) and not _is_list_of_batches(batch):
         return Candidates([batch], (), None)
-    kept, stream = run_in_child(lambda: _read(_batches(batch)))
+    kept, stream = run_in_child(lambda: _read(_batches(batch), worst_case=worst_case))
     if not kept:
         raise WorkloadError("the source of batches is empty: give a data loader with at least one batch")
     seen = len(stream.order)
@@ -121,12 +126,14 @@ def _batches(source: Iterable[Any]) -> Iterator[Any]:
         yield map_batch(lambda tensor: tensor, batch)
 
 
-def _read(batches: Iterable[Any]) -> tuple[list[Any], BatchStream]:
+def _read(batches: Iterable[Any], *, worst_case: bool) -> tuple[list[Any], BatchStream]:
     """Returns the batches that no other batch covers (`_covers`), and all of them as a stream."""
     kept: dict[_Shapes, Any] = {}
     different: dict[_Shapes, Any] = {}
     order: list[_Shapes] = []
+    is_padded = False
     for batch in batches:
+        is_padded = is_padded or (worst_case and any(has_padding(*each) for each in tensors_of(batch)))
         shapes = tuple(described(batch))
         order.append(shapes)
         if shapes in different:
@@ -136,6 +143,9 @@ def _read(batches: Iterable[Any]) -> tuple[list[Any], BatchStream]:
             continue
         kept = {other: value for other, value in kept.items() if not _covers(shapes, other)}
         kept[shapes] = batch
+    if is_padded:
+        kept = {shapes: _with_padding(batch) for shapes, batch in kept.items()}
+        different = {shapes: _with_padding(batch) for shapes, batch in different.items()}
     numbers = {shapes: number for number, shapes in enumerate(different)}
     few = tuple(different.values()) if len(different) <= _MOST_DIFFERENT else ()
     return list(kept.values()), BatchStream(order=tuple(numbers[shapes] for shapes in order), different=few)
@@ -146,6 +156,36 @@ def _without_values(batch: Any) -> Any:
     return map_batch(
         lambda tensor: tensor.to("meta") if tensor.is_floating_point() and not tensor.is_sparse else tensor, batch
     )
+
+
+def has_padding(name: str, tensor: torch.Tensor) -> bool:
+    """True if a tensor of a batch is an attention mask [samples, tokens] in which a position is padding.
+
+    Args:
+        name: path of the tensor in the batch.
+    """
+    return _is_mask(name, tensor) and not bool(tensor.bool().all())
+
+
+def _is_mask(name: str, tensor: torch.Tensor) -> bool:
+    is_mask = MASK in name.rsplit(".", 1)[-1] and tensor.dtype in (torch.bool, torch.int32, torch.int64)
+    return is_mask and tensor.dim() == 2 and tensor.device.type == "cpu" and tensor.numel() > 0
+
+
+def _with_padding(batch: Any) -> Any:
+    """Returns the batch with masks in which the last position of each sample is padding, unless they have padding."""
+    full = {
+        id(tensor) for name, tensor in tensors_of(batch) if _is_mask(name, tensor) and not has_padding(name, tensor)
+    }
+
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in full:
+            return tensor
+        mask = tensor.clone()
+        mask[:, -1] = 0
+        return mask
+
+    return map_batch(padded, batch)
 
 
 def _covers(larger: _Shapes, smaller: _Shapes) -> bool:

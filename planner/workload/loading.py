@@ -23,8 +23,7 @@ from planner.plan_types.plan import TrainingProgram
 from planner.workload.adapters import adapted, why_no_adapters
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 from planner.workload.own_step import of_own_step
-from planner.workload.programs.program import padded
-from planner.workload.synthetic_batch import synthetic_batch
+from planner.workload.synthetic_batch import Masking, synthetic_batch
 from planner.workload.transformers_models import (
     sequence_length,
     stored_dtype,
@@ -56,6 +55,7 @@ def load_workload(
     program: TrainingProgram | None = None,
     with_weights: bool = False,
     input_shapes: Any = None,
+    masking: Masking = Masking.NONE,
     answers: Answers = NOTHING_STATED,
     arguments: Sequence[str] = (),
     choose: Callable[[Sequence[Workload]], Workload] | None = None,
@@ -75,8 +75,8 @@ def load_workload(
         program: the program that trains a transformers model; None for other loops.
         with_weights: if True, the model is built on the CPU with random weights, and the batch has random values, so
             that the model can be trained.
-        input_shapes: JSON data from which the batch is made (`batch_of_shapes`); None for the function's own batch, or
-            a synthetic one.
+        input_shapes: JSON data for `batch_of_shapes`; None for the function's own batch, or a synthetic one.
+        masking: the attention mask of a synthetic batch. The programs that `program` may name always pad.
         answers: values of tensors that the user states.
         arguments: arguments for the Python file or module, which it finds in `sys.argv`.
         choose: function that chooses one of several workloads, one for each candidate batch of a data loader; None to
@@ -96,6 +96,7 @@ def load_workload(
         program=program,
         device="cpu" if with_weights else "meta",
         input_shapes=input_shapes,
+        masking=masking if program is None else Masking.PADDED,
         answers=answers,
         choose=choose or (lambda workloads: max(workloads, key=lambda workload: workload.batch_bytes)),
     )
@@ -147,6 +148,7 @@ class _Request:
     device: str
     """Device on which the model and the batch are created."""
     input_shapes: Any
+    masking: Masking
     answers: Answers
     choose: Callable[[Sequence[Workload]], Workload]
 
@@ -154,8 +156,8 @@ class _Request:
         """Returns a batch of the stated shapes, or a synthetic one for a transformers model."""
         if self.input_shapes is not None:
             return batch_of_shapes(self.input_shapes, self.device)
-        batch = synthetic_batch(model, batch_size=self.batch_size or 1, seq_len=seq_len, device=self.device)
-        return batch if self.program is None else padded(batch)
+        samples = self.batch_size or 1
+        return synthetic_batch(model, batch_size=samples, seq_len=seq_len, device=self.device, masking=self.masking)
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
@@ -276,7 +278,7 @@ def _from_callable(reference: str, request: _Request) -> Workload:
             f"'{reference}' returned no batch: return (model, batch) or (model, batch, loss_fn), or describe the batch "
             "with --input-shapes"
         )
-    batches, notes, stream = candidate_batches(batch)
+    batches, notes, stream = candidate_batches(batch, worst_case=request.answers.worst_case)
     workloads = [
         workload(
             model,

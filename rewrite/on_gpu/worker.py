@@ -33,6 +33,7 @@ from planner.rewrite.parity.result import Parity, Row
 from planner.rewrite.parity.verify import verify
 from planner.rewrite.rules.allocator import set_options
 from planner.workload.loading import load_workload
+from planner.workload.synthetic_batch import planned_masking
 from planner.workload.workload import Workload, map_batch
 
 STEPS = 3
@@ -141,6 +142,7 @@ def workload_of(plan: Plan, *, with_weights: bool = True) -> Workload:
         adapter=plan.model.adapter,
         program=plan.model.program,
         input_shapes=plan.workload.input_shapes,
+        masking=planned_masking(plan),
         answers=Answers(values=plan.workload.values, worst_case=plan.workload.worst_case),
         arguments=plan.model.arguments,
         with_weights=with_weights,

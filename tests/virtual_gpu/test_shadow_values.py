@@ -99,6 +99,14 @@ def test_a_mask_of_the_batch_is_assumed_to_be_full_and_reported():
     assert "test_shadow_values.py:" in reported
 
 
+@pytest.mark.parametrize("mask", [[[1, 1, 0, 0], [1, 1, 1, 0]], [[0, 0, 1, 1], [1, 1, 1, 1]]], ids=["right", "left"])
+def test_a_mask_with_padding_is_assumed_to_have_one_position_of_padding_in_every_sample(mask):
+    batch = {"x": torch.zeros(2, 4), "attention_mask": torch.tensor(mask)}
+    answers = [0, 1, 1, 1] if not mask[0][0] else [1, 1, 1, 0]
+    (reported,) = answered(lambda x, mask: mask.tolist(), [answers] * 2, batch=batch)
+    assert "every sample of the batch has one position of padding" in reported
+
+
 def test_routing_is_assumed_to_be_balanced():
     def ask(x):
         experts = x.topk(1, dim=-1).indices.flatten()

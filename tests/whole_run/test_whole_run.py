@@ -11,18 +11,24 @@ import torch
 from torch import nn
 
 import planner
-from planner import Plan
+from planner import Plan, pipeline
 from planner.cli.command import main
 from planner.cli.run_report import run_advice, run_sentence
 from planner.errors import WorkloadError
+from planner.estimate.footprint import measure
 from planner.plan_types.sizes import MIB
 from planner.profiles import load
-from planner.progress import TimeIsUp
+from planner.progress import TimeIsUp, Watch
 from planner.replan import replan
 from planner.run_memory.batches import BatchShape
+from planner.run_memory.interpolation import RECORDINGS
 from planner.whole_run import planning, simulated_run
 from planner.whole_run.orders import given_order, random_orders
+from planner.whole_run.recordings import RunRecordings
 from planner.whole_run.request import RunRequest
+from planner.workload.loading import load_workload
+from planner.workload.synthetic_batch import Masking, synthetic_batch
+from planner.workload.workload import Workload, workload
 from tests.support.tagger import Tagger
 
 LENGTHS = (50, 100, 130, 222, 400)
@@ -329,3 +335,56 @@ def test_lengths_that_cannot_be_predicted_are_padded_to_a_few_that_exist():
     free = random_orders([3, 10, 11, 17, 30] * 4, batch_size=1, multiple=1, longest=30)
     assert [shape.length for shape in free.padded(8).shapes] == [8, 16, 24, 30]
     assert "padded" in free.padded(8).notes[-1]
+
+
+@pytest.mark.slow
+def test_batches_of_several_lengths_have_the_mask_of_a_collator(tmp_path):
+    """With padding attention gets a mask of all pairs of tokens, so that the step needs more memory."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=128)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    lengths = {"one": "96 8\n", "several": "96 4\n80 4\n"}
+    found = {}
+    for name, text in lengths.items():
+        (tmp_path / name).write_text(text)
+        saved = tmp_path / f"{name}.json"
+        run = ["--lengths", str(tmp_path / name), "--batch-size", "4", "--gpu", "rtx-3060", "--save", str(saved)]
+        assert main([str(tmp_path), *run]) == 0
+        found[name] = Plan.load(saved)
+        assert "attention_mask" in {path for path, _, _ in found[name].workload.batch}
+    again = replan(found["several"], vram=None, gpu=None)
+    assert (again.peak, again.run) == (found["several"].peak, found["several"].run)
+    alone = load_workload(str(tmp_path), batch_size=4, seq_len=96, optimizer="adamw")
+    peaks = [found[name].peak.allocated_bytes for name in lengths]
+    card = load("rtx-3060")
+    bare = measure(pipeline.record_step(alone, card), card, vram_bytes=None).footprint
+    layers, samples, tokens, scores_bytes = 2, 4, 96, 4
+    assert peaks[0] == bare.allocated_bytes + samples * tokens * 8
+    assert peaks[1] >= peaks[0] + layers * samples * tokens**2 * scores_bytes
+    assert found["several"].run.total_bytes > found["one"].run.total_bytes
+
+
+@pytest.mark.slow
+def test_with_masks_aligned_lengths_and_others_are_predicted_apart():
+    """Memory-efficient attention takes a padded copy of a mask whose rows are not a multiple of 16 long."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, use_cache=False)
+        model = transformers.GPT2LMHeadModel(config).train()
+
+    def at(shape: BatchShape) -> Workload:
+        batch = synthetic_batch(model, batch_size=shape.samples, seq_len=shape.length, masking=Masking.PADDED)
+        return workload(model, batch, seq_len=shape.length, is_synthetic=True)
+
+    shapes = [BatchShape(4, length) for length in range(40, 264, 8)]
+    predicted, rehearsed = (RunRecordings(at, (), load("rtx-3060"), Watch()) for _ in range(2))
+    assert predicted.add(shapes)
+    guesses = [shape for shape in shapes if predicted.steps[shape].is_predicted]
+    assert {shape.length % 16 for shape in guesses} == {0, 8} and len(guesses) >= len(shapes) - 3 * RECORDINGS
+    chosen = guesses[::4]
+    rehearsed.rehearse(chosen)
+    streams = [
+        [[e.stream for e in each.steps[shape].moment.again] for shape in chosen] for each in (predicted, rehearsed)
+    ]
+    assert streams[0] == streams[1]

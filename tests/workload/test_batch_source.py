@@ -244,3 +244,16 @@ def test_the_command_plans_a_model_without_data(tmp_path, monkeypatch):
 def test_a_run_over_too_many_different_shapes_is_noted(shapes):
     found = candidate_batches(iter([torch.zeros(2, length) for length in range(1, shapes + 1)]))
     assert (found.stream is None) == ("the run was not simulated" in found.notes[0]) == (shapes > 64)
+
+
+def test_if_one_batch_has_padding_all_are_taken_as_padded():
+    batches = [
+        {"tokens": torch.zeros(2, size), "attention_mask": torch.ones(2, size, dtype=torch.int64)} for size in (3, 5)
+    ]
+    assert all(batch["attention_mask"].all() for batch in candidate_batches(batches)[0])
+    short = {name: tensor.clone() for name, tensor in batches[0].items()}
+    short["attention_mask"][1, :2] = 0
+    kept, _, stream = candidate_batches([*batches, short])
+    assert [batch["attention_mask"].tolist() for batch in kept] == [[[1, 1, 1, 1, 0]] * 2]
+    assert [batch["attention_mask"].tolist() for batch in stream.different] == [[[1, 1, 0]] * 2, [[1, 1, 1, 1, 0]] * 2]
+    assert candidate_batches([*batches, short], worst_case=False)[0][0]["attention_mask"].all()

@@ -10,6 +10,7 @@ import torch
 from planner.errors import WorkloadError
 from planner.plan_types.fingerprint import fingerprint
 from planner.workload.loading import load_workload
+from planner.workload.synthetic_batch import Masking, masking_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -89,3 +90,41 @@ def test_a_function_builds_its_model_in_its_own_dtype():
         loaded("tests.fixtures.models:flat", dtype="bfloat16")
     with pytest.raises(WorkloadError, match="weights cannot have dtype 'int8': choose float32, bfloat16 or float16"):
         loaded("tests/fixtures/roberta", dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "takes_mask"),
+    [
+        ("LlamaForCausalLM", MODELS["LlamaForCausalLM"], True),
+        ("T5ForConditionalGeneration", MODELS["T5ForConditionalGeneration"], True),
+        ("FNetForMaskedLM", transformers.FNetConfig(hidden_size=64, num_hidden_layers=1, vocab_size=100), False),
+        ("ViTForImageClassification", MODELS["ViTForImageClassification"], False),
+    ],
+)
+def test_the_batch_has_the_mask_of_a_collator_if_the_model_takes_one(kind, config, takes_mask, tmp_path):
+    config.architectures = [kind]
+    config.save_pretrained(tmp_path)
+    assert "attention_mask" not in loaded(tmp_path, seq_len=6).batch
+    masks = [
+        loaded(tmp_path, seq_len=6, masking=each).batch.get("attention_mask") for each in (Masking.FULL, Masking.PADDED)
+    ]
+    assert [mask is not None for mask in masks] == [takes_mask, takes_mask]
+    if takes_mask:
+        assert [mask.tolist() for mask in masks] == [[[1] * 6] * 2, [[1, 1, 1, 1, 1, 0]] * 2]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "samples", "multiple", "longest", "expected"),
+    [
+        ((), 4, 1, 32, Masking.NONE),
+        ((7, 9), 4, 1, 9, Masking.PADDED),
+        ((7, 9), 1, 1, 9, Masking.FULL),
+        ((7, 9), 1, 8, 16, Masking.PADDED),
+        ((8, 16), 1, 8, 16, Masking.FULL),
+        ((20, 30), 4, 1, 16, Masking.FULL),
+        ((9, 30), 4, 1, 16, Masking.PADDED),
+        ((20,), 4, 8, 20, Masking.FULL),
+    ],
+)
+def test_a_run_has_padding_if_a_batch_of_it_can_have_some(lengths, samples, multiple, longest, expected):
+    assert masking_of(lengths, samples=samples, multiple=multiple, longest=longest) is expected

@@ -12,6 +12,7 @@ ASSUMED_CHOICES = (
 )
 
 ASSUMED_MASK = "all masks of the batch are true everywhere, so that sequences have full length"
+ASSUMED_PADDING = "every sample of the batch has one position of padding, so that attention gets a mask"
 ASSUMED_LONGEST = "all lengths of the batch are the longest of them"
 ASSUMED_LABELS = "no label of the batch is ignored"
 ASSUMED_VALUES = "every batch has the values of"

@@ -107,17 +107,6 @@ class Program(abc.ABC):
         return settings.gradient_checkpointing
 
 
-def padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a batch of token ids with an attention mask [batch, tokens] whose last position is padding.
-
-    Both programs pad the samples of a batch to the same length and pass a mask. If any position is padding, attention
-    gets a mask of all pairs of tokens and cannot use the fastest kernel, so that a full batch needs no more memory.
-    """
-    mask = torch.ones(batch["input_ids"].shape, dtype=torch.int64, device="cpu")
-    mask[:, -1] = 0
-    return {**batch, "attention_mask": mask}
-
-
 def refuse_other_models(model: torch.nn.Module, title: str) -> None:
     """Raises `WorkloadError` unless the program loads this class for the model's config: that of a language model."""
     transformers: Any = importlib.import_module("transformers")
