@@ -46,7 +46,7 @@ FAULTS = (
     ),
     Fault(
         name="units-hold-nothing",
-        path="planner/recompute/units.py",
+        path="planner/recompute/holds.py",
         old='            pieces[storage].append((start, stop, "when", (option.unit,)))',
         new='            pieces[storage].append((start, start, "when", (option.unit,)))',
         tests=(

@@ -56,6 +56,7 @@ FLOORS = (
     ("planner.pipeline",),
     ("planner.questions",),
     ("planner.adapted", "planner.default_batch", "planner.sharded"),
+    ("planner.fewest_cards",),
     ("planner.whole_run",),
     ("planner.replan",),
     ("planner.ask",),
