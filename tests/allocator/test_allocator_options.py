@@ -56,16 +56,10 @@ VALUES = ((None, "", "max_split_size_mb:64"), (None, "max_split_size_mb:32"), (N
 ENVIRONMENTS = [dict(zip(VARIABLES, values, strict=True)) for values in itertools.product(*VALUES)]
 
 
-def in_torch(code, environment=None):
+def in_torch(code):
     """Runs code in a new process, and returns what it prints as JSON."""
-    found = subprocess.run(
-        [sys.executable, "-c", f"import json, torch\n{code}"],
-        env=None if environment is None else {"PATH": "/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(found.stdout)
+    command = [sys.executable, "-c", f"import json, os, torch\n{code}"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def test_pytorch_accepts_and_refuses_the_same_texts():
@@ -96,10 +90,26 @@ def test_what_pytorch_refuses_is_refused_with_the_name_of_the_option(text):
 
 @pytest.mark.slow
 def test_pytorch_reads_the_same_variable():
-    code = "print(json.dumps(torch._C._accelerator_getAllocatorSettings()))"
-    for environment in ENVIRONMENTS:
-        present = {name: value for name, value in environment.items() if value is not None}
-        assert in_torch(code, present) == allocator_variable_in(present)[1], present
+    """PyTorch reads the variables when it is first asked: each child of one process asks with other variables."""
+    present = [
+        {name: value for name, value in environment.items() if value is not None} for environment in ENVIRONMENTS
+    ]
+    code = f"""
+found = []
+for environment in {present!r}:
+    reader, writer = os.pipe()
+    if not os.fork():
+        for name in {VARIABLES!r}:
+            os.environ.pop(name, None)
+        os.environ.update(environment)
+        os.write(writer, torch._C._accelerator_getAllocatorSettings().encode())
+        os._exit(0)
+    os.wait()
+    os.close(writer)
+    found.append(os.read(reader, 10_000).decode())
+print(json.dumps(found))
+"""
+    assert in_torch(code) == [allocator_variable_in(environment)[1] for environment in present]
 
 
 def test_the_variable_with_the_former_name_counts_even_if_it_is_empty():
