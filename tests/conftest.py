@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small here: more th
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-fixtures", action="store_true", help="write tests/fixtures/emitted anew")
+    parser.addoption("--part", metavar="K/N", help="run one of N parts of the selected tests, such as 0/4")
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
@@ -30,11 +32,16 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if left_out.get(lane) else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that need other people's recordings."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests that need other people's recordings, and leave out those of other parts (`--part`)."""
     for item in items:
         if "shared_data" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.recordings)
+    if part := config.getoption("part"):
+        number, parts = map(int, part.split("/"))
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != number % parts]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(autouse=True)

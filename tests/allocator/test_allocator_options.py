@@ -89,6 +89,7 @@ def test_what_pytorch_refuses_is_refused_with_the_name_of_the_option(text):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_pytorch_reads_the_same_variable():
     """PyTorch reads the variables when it is first asked: each child of one process asks with other variables."""
     present = [

@@ -111,6 +111,7 @@ def fake_measurements(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
+@pytest.mark.thorough
 def test_a_case_is_rehearsed_here_and_measured_in_another_process(fake_measurements, tmp_path):
     found = run_case.run(TINY["tiny"], H100, lock=tmp_path / "lock", predict_only=False)
     assert found.row["error"] is None
@@ -118,6 +119,7 @@ def test_a_case_is_rehearsed_here_and_measured_in_another_process(fake_measureme
     assert found.history["events"][0][0] == "segment_alloc"
 
 
+@pytest.mark.thorough
 def test_where_micro_batches_are_left_out_of_the_rehearsal_the_streams_are_not_compared(fake_measurements, tmp_path):
     found = run_case.run(TINY["tiny-accumulate4"], H100, lock=tmp_path / "lock", predict_only=False)
     assert found.row["stream"]["matched_share"] is None and "by design" in found.row["stream"]["why"]
@@ -137,6 +139,7 @@ def test_a_process_that_nobody_asks_to_measure_ends_without_touching_the_card(mo
     assert measure_case.main("tiny", tmp_path / "result", device) == 3 and device.began == 0
 
 
+@pytest.mark.thorough
 def test_without_a_card_the_command_predicts_and_goes_on_where_it_stopped(tmp_path):
     command = [sys.executable, "-m", "benchmarks.fidelity", "--out", str(tmp_path), "--predict-only", "--gpu", "h100"]
     command += ["--cases", "mlp-batchnorm-bf16"]

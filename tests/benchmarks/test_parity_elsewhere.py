@@ -23,6 +23,7 @@ def job(name: str, technique: str) -> Job:
     return Job(name, offered, next(found for found in offered.techniques if found.name == technique))
 
 
+@pytest.mark.thorough
 def test_the_sample_takes_every_technique():
     assert {each.technique.name for each in jobs(NAMES, 3)} == set(SINGLE)
 

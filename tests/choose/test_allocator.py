@@ -34,6 +34,7 @@ def plan(vram, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_step_that_fits_only_with_other_options_gets_them(graph):
     needed = {name: smallest_capacity_bytes(graph, CARD, options) for name, options in (("", ()), ("e", EXPANDABLE))}
     assert needed["e"] + 4 * MIB < needed[""]

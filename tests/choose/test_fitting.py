@@ -58,6 +58,7 @@ def test_a_fitting_plan_is_inside_its_budget(plans):
     assert all(plan.peak.total_bytes <= budget * MIB for budget, plan in plans.items() if plan.fits)
 
 
+@pytest.mark.thorough
 def test_what_is_called_the_smallest_is_near_what_fits(plans):
     reached = min(plan.peak.total_bytes for plan in plans.values() if plan.fits)
     said = [plan.peak.total_bytes for plan in plans.values() if not plan.fits]
@@ -87,6 +88,7 @@ def test_precision_is_not_lowered_for_a_gain_within_a_tie():
     assert planner.plan(model, batch, **options).decisions == ()
 
 
+@pytest.mark.thorough
 def test_the_smallest_plan_fits_its_own_total_and_is_then_reported_as_a_way_out():
     """Its slack is below the first guess of it, and the total is no whole number of MiB."""
     with torch.device("meta"):
@@ -144,6 +146,7 @@ def test_a_split_that_cannot_be_rehearsed_leaves_the_others():
     assert all(micro_batches_of(plan.decisions) == 2 for plan in plans)
 
 
+@pytest.mark.thorough
 def test_the_smallest_split_without_recompute_need_not_be_an_extreme():
     with torch.device("meta"):
         layers = [torch.nn.Linear(256, 256) for _ in range(8)]

@@ -82,6 +82,7 @@ def test_the_smallest_plan_has_the_smallest_group():
     assert within(Groups(), 0.01, only=["accumulation", "checkpoint"]).decision(Accumulation).micro_batch_size == 4
 
 
+@pytest.mark.thorough
 def test_a_model_that_cannot_be_split_is_refused_with_the_size_that_failed():
     with pytest.raises(PlannerError, match=r"^micro-batches of \d+.*unflatten"):
         within(Fixed(), 0.9, only=["accumulation"], force=["accumulation"])
@@ -96,6 +97,7 @@ def test_modules_that_take_and_return_dicts_are_planned():
     assert rewrite.verify(plan, OfDicts(), (torch.randn(64, 64),), loss_fn=squares).passed
 
 
+@pytest.mark.thorough
 def test_a_plan_says_that_freezing_the_embedding_freezes_the_output_layer():
     model, batch = gpt2(), tokens()
     plan = planner.plan(model, batch, vram="1GiB", gpu="bare", fidelity="partial", force=["freeze"])

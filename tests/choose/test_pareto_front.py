@@ -68,6 +68,7 @@ def folder(tmp_path, monkeypatch):
 # ---- the front ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_less_memory_never_comes_with_a_faster_plan(exact):
     assert exact.complete and len(exact.points) >= 5
     for larger, smaller in itertools.pairwise(exact.points):
@@ -90,6 +91,7 @@ def test_every_point_is_a_plan_that_keeps_its_promise_when_it_is_rehearsed_again
         assert again.footprint == plan.peak
 
 
+@pytest.mark.thorough
 def test_no_point_is_slower_than_the_plan_for_its_total(exact):
     for point in exact.points[1::3]:
         plan = planner.plan(*deep(), vram=point.peak.total_bytes, loss_fn=mean_square, gpu="bare", **EXACT)
@@ -97,6 +99,7 @@ def test_no_point_is_slower_than_the_plan_for_its_total(exact):
         assert point.peak.step_ns <= 1.05 * plan.peak.step_ns  # a tie
 
 
+@pytest.mark.thorough
 def test_the_point_at_a_budget_is_the_plan_for_it(exact):
     vram = int(0.55 * exact.baseline.total_bytes)
     marked = traded(vram=vram).chosen
@@ -126,6 +129,7 @@ def test_with_no_time_it_says_that_nothing_was_certified():
         traded(seconds=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_real_allocator_is_counted_and_a_named_card_marks_what_it_has():
     found = planner.tradeoff(*deep(), loss_fn=mean_square, gpu="rtx-3060-12gb", **EXACT, vram="1GiB")
     assert found.points[0].decisions == ()
@@ -148,6 +152,7 @@ def test_a_name_with_quotes_and_brackets_is_drawn_as_it_is():
     assert "<b>A&lt;b&gt;&amp;&quot;c&quot; " in found.as_it_is._repr_html_()
 
 
+@pytest.mark.thorough
 def test_the_smallest_point_is_no_slower_than_the_plan_for_its_total():
     """Without recompute the smallest promise has the most micro-batches; the allocator gives fewer as many segments."""
     options = {"loss_fn": mean_square, "gpu": "rtx-3060-12gb", "fidelity": "exact", "only": "accumulation"}
@@ -165,6 +170,7 @@ def run(*arguments: str, capsys) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+@pytest.mark.thorough
 def test_the_command_prints_a_row_a_plan_and_draws_it(folder, capsys):
     code, text, _ = run("--tradeoff", "--vram", "2MiB", "--svg", "front.svg", capsys=capsys)
     assert code == 0
@@ -180,6 +186,7 @@ def test_the_command_prints_a_row_a_plan_and_draws_it(folder, capsys):
         assert 0 < float(circle.get("cy")) < height
 
 
+@pytest.mark.thorough
 def test_json_holds_plans_that_can_be_loaded_and_which_of_them_fits(folder, capsys):
     code, out, _ = run("--tradeoff", "--vram", "2MiB", "--json", capsys=capsys)
     data = json.loads(out)
@@ -189,6 +196,7 @@ def test_json_holds_plans_that_can_be_loaded_and_which_of_them_fits(folder, caps
     assert data["baseline"]["total_bytes"] == plans[0].baseline.total_bytes
 
 
+@pytest.mark.thorough
 def test_a_budget_below_the_smallest_plan_exits_with_one(folder, capsys):
     code, text, _ = run("--tradeoff", "--vram", "100KiB", capsys=capsys)
     assert code == 1

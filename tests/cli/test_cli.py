@@ -106,6 +106,7 @@ def test_the_batch_size_is_the_one_asked_for(folder, capsys):
     assert large["baseline"]["breakdown"]["activations"] == 2 * small["baseline"]["breakdown"]["activations"]
 
 
+@pytest.mark.thorough
 def test_when_nothing_fits_the_shortfall_and_the_binding_term_are_reported_and_the_exit_code_is_one(folder, capsys):
     arguments = ("--vram", "300KiB", "--gpu", "bare", "--fidelity", "exact", "--json")
     code, data, _ = run("net.py:build", *arguments, capsys=capsys)
@@ -115,6 +116,7 @@ def test_when_nothing_fits_the_shortfall_and_the_binding_term_are_reported_and_t
     assert data["shortfall"]["binding"] in data["plan"]["breakdown"]
 
 
+@pytest.mark.thorough
 def test_a_forbidden_lever_is_named_as_the_next_step_with_its_price(folder, capsys):
     whole = run("net.py:build", "--batch-size", "4096", "--gpu", "bare", "--json", capsys=capsys)[1]
     budget = str(int(0.6 * whole["baseline"]["total_bytes"]))
@@ -130,6 +132,7 @@ def test_a_forbidden_lever_is_named_as_the_next_step_with_its_price(folder, caps
     assert step["decisions"]
 
 
+@pytest.mark.thorough
 def test_saved_plan_and_emitted_step_are_written_and_the_saved_plan_can_be_planned_again(folder, capsys):
     arguments = ("--gpu", "bare", "--batch-size", "8192")
     whole = run("net.py:build", *arguments, "--json", capsys=capsys)[1]["baseline"]["total_bytes"]
@@ -149,6 +152,7 @@ def test_saved_plan_and_emitted_step_are_written_and_the_saved_plan_can_be_plann
     assert "loss" in ran.stdout
 
 
+@pytest.mark.thorough
 def test_an_emitted_step_of_a_transformers_model_runs_by_itself(folder, capsys):
     settings = json.loads((EXAMPLES / "roberta_84m/config.json").read_text())
     settings |= {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 96, "vocab_size": 128}

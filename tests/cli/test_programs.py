@@ -93,6 +93,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thorough
 def test_the_config_has_what_was_planned(name, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     options, why = CASES[name]

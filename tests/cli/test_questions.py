@@ -128,6 +128,7 @@ def test_the_largest_batch_fits_and_one_sample_more_does_not(folder, capsys):
     assert run(*arguments, *alone, "--batch-size", str(above), capsys=capsys)[0] == 1
 
 
+@pytest.mark.thorough
 def test_where_no_sample_fits_the_shortfall_of_a_single_one_is_reported(folder, capsys):
     code, data = run("--gpu", "bare", "--vram", "300KiB", "--fidelity", "exact", "--largest-batch", capsys=capsys)
     assert (code, data["workload"]["batch_size"]) == (1, 1)
@@ -205,6 +206,7 @@ def test_what_the_largest_batch_is_asked_without_cannot_be_forced(folder, capsys
     assert f"the search for the largest batch does not use {name}" in data["error"]["message"]
 
 
+@pytest.mark.thorough
 def test_frozen_prefixes_make_no_batch_fit_that_is_said_to_be_the_largest(folder, capsys):
     arguments = ("--gpu", "bare", "--vram", "150KiB", "--fidelity", "partial")
     code, data = run(*arguments, "--largest-batch", capsys=capsys)
@@ -235,6 +237,7 @@ def test_where_no_card_will_do_the_largest_one_says_what_is_missing(folder, caps
 # ---- what would open a budget ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_each_thing_that_is_not_allowed_is_said_to_open_the_budget_or_not(folder, capsys):
     forbidden = ("--forbid", "accumulation,checkpoint,chunked-loss")
     code, data = run("--gpu", "bare", "--vram", "4MiB", "--fidelity", "exact", *forbidden, capsys=capsys)
@@ -250,6 +253,7 @@ def test_each_thing_that_is_not_allowed_is_said_to_open_the_budget_or_not(folder
     assert Plan.from_json(data).to_json() | {"seconds": data["seconds"]} == data
 
 
+@pytest.mark.thorough
 def test_what_is_said_to_open_the_budget_does(folder, capsys):
     arguments = ("--gpu", "bare", "--vram", "4MiB", "--fidelity", "exact")
     names = ("accumulation", "checkpoint")

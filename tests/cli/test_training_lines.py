@@ -100,6 +100,7 @@ def test_the_lines_set_all_options_whatever_the_process_has(folder, tmp_path, mo
 
 
 @pytest.mark.parametrize("kept", [0, 6])
+@pytest.mark.thorough
 def test_the_lines_of_a_run_train_as_it_was_planned(kept, folder, tmp_path, monkeypatch, capsys):
     """Batches are padded as planned, in training and in the evaluation, which keeps as many logits as planned."""
     monkeypatch.chdir(tmp_path)

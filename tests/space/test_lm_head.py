@@ -127,6 +127,7 @@ def test_logits_are_never_held_whole():
         assert (whole in sizes) == (not decisions) and (whole // 8 in sizes) == bool(decisions)
 
 
+@pytest.mark.thorough
 def test_a_plan_prefers_chunks_to_recompute_and_says_so():
     work = of("llama", seq_len=512)
     model, batch = work.model, work.batch
@@ -184,6 +185,7 @@ def test_logits_that_are_used_otherwise_are_not_taken_in_chunks(change):
 
 
 @pytest.mark.parametrize("change", [scaled, hooked])
+@pytest.mark.thorough
 def test_a_model_that_cannot_have_chunks_gets_the_plan_it_gets_without(change):
     """A hook leaves no trace in a recording: the chunks are offered, refused in rehearsal, and all else is tried."""
     batch, options = (torch.zeros(4, 33, dtype=torch.long),), {"gpu": "bare", "fidelity": "exact", "optimizer": "sgd"}

@@ -103,6 +103,7 @@ def test_under_a_recomputing_plan_losses_and_gradients_are_those_of_the_original
         assert torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.thorough
 def test_under_an_accumulating_plan_the_gradients_are_those_of_the_full_batch(task):
     model, batch = task
     model.eval()  # dropout draws other masks for micro-batches than for the batch
@@ -129,6 +130,7 @@ def test_under_an_accumulating_plan_the_gradients_are_those_of_the_full_batch(ta
         assert difference < 1e-12
 
 
+@pytest.mark.thorough
 def test_a_certificate_can_be_had_again_and_says_what_the_plan_says(task, tmp_path):
     model, batch = task
     plan = planner.plan(model, batch, vram=budget_for(model, batch, 0.7), loss_fn=mean_square, gpu="bare")

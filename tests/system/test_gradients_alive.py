@@ -101,6 +101,7 @@ def test_what_is_promised_is_what_a_loop_that_accumulates_holds_at_its_peak(buil
 
 @pytest.mark.parametrize("build", [deep, words])
 @pytest.mark.parametrize("share", [0.75])
+@pytest.mark.thorough
 def test_promise_and_certificate_are_the_same_to_the_byte(build, share):
     vram = int(share * planned(build, vram=None).baseline.total_bytes)
     plan = planned(build, vram=vram)
@@ -120,6 +121,7 @@ def test_every_technique_keeps_its_promise_beside_them(only):
     assert plan.peak.breakdown["gradients"] >= gradients
 
 
+@pytest.mark.thorough
 def test_a_step_in_backward_is_not_offered_and_cannot_be_forced():
     plan = planned(deep, vram=1)
     assert plan.decision(StepInBackward) is None

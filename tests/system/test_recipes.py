@@ -22,6 +22,7 @@ MIB = 1 << 20
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.thorough
 def test_one_long_function_trains_where_a_single_sample_would_not_fit():
     build = runpy.run_path(str(EXAMPLES / "flat.py"))["build"]
     torch.manual_seed(0)
@@ -47,6 +48,7 @@ def recipe():
     return plan, model, batch
 
 
+@pytest.mark.thorough
 def test_checkpointing_accumulation_fp16_and_8_bits_together_keep_the_effective_batch(recipe):
     plan, _, _ = recipe
     assert {type(decision) for decision in plan.decisions} == {Checkpoint, Accumulation, Precision, Optimizer}
@@ -62,6 +64,7 @@ def test_checkpointing_accumulation_fp16_and_8_bits_together_train_as_the_plain_
     assert parity.passed, parity
 
 
+@pytest.mark.thorough
 def test_sizes_that_nothing_divides_keep_their_promise():
     model = seeded(roberta, hidden_size=1500, num_attention_heads=25, intermediate_size=4096, num_hidden_layers=2)
     batch = tokens(samples=9, length=40)

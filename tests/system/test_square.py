@@ -105,6 +105,7 @@ def test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_s
 
 
 @pytest.mark.parametrize("share", [0.6])
+@pytest.mark.thorough
 def test_a_plan_that_only_recomputes_keeps_its_budget_and_its_promise(work, share):
     others = tuple(kind for kind in KINDS if kind not in (Checkpoint.kind, Replay.kind))
     baseline = plan_workload(work, BARE, vram_bytes=None, constraints=_rules())

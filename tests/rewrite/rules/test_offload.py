@@ -440,6 +440,7 @@ class Deep(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.thorough
 def test_below_what_recompute_reaches_a_plan_holds_inputs_on_the_host():
     with torch.device("meta"):
         model, batch = Deep(24), (torch.zeros(1 << 15, 16), torch.zeros(1 << 15, dtype=torch.long))
@@ -482,6 +483,7 @@ def build():
 """
 
 
+@pytest.mark.thorough
 def test_the_emitted_file_loses_the_same(tmp_path):
     chosen = Checkpoint(modules=("layers.1",)), offload("layers.0", "layers.1", inputs_of=("layers.1",))
     on_host, nowhere = 'return tensor.device.type == "cpu"', "return False"

@@ -370,6 +370,7 @@ def build():
 """
 
 
+@pytest.mark.thorough
 def test_the_emitted_file_loses_the_same(tmp_path):
     decision = dataclasses.replace(replay_of([(0, 8, (1,)), (8, 16, ())]), stops=((), (10, 13)))
     losses = printed_by_emitted_files(tmp_path, MODEL, (), (decision,))

@@ -247,6 +247,7 @@ def test_the_promise_holds(samples):
         assert compiled.peak(chosen) == plain(work, decisions).live_bytes().max(), decisions
 
 
+@pytest.mark.thorough
 def test_it_is_chosen_where_gradients_are_what_is_too_much():
     model, batch = deep(), (torch.zeros(4, 64), torch.zeros(4, dtype=torch.long))
     options = {"loss_fn": cross_entropy, "gpu": "bare", "fidelity": "exact", "optimizer": "sgd"}
@@ -367,6 +368,7 @@ def by_word(output: torch.Tensor, batch: tuple) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
 
 
+@pytest.mark.thorough
 def test_where_it_is_refused_everything_else_is_still_tried():
     tokens = torch.zeros(1, 256, dtype=torch.long)
     options = {"loss_fn": by_word, "gpu": "bare", "fidelity": "exact"}

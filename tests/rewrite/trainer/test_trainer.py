@@ -95,6 +95,7 @@ def planned():
     return plan, model
 
 
+@pytest.mark.thorough
 def test_a_planned_training_is_the_trainers_own_on_the_whole_batch(planned, tmp_path):
     """RoBERTa ignores the Trainer's count of labels, so that without the plan micro-batches train differently."""
     plan, model = planned
