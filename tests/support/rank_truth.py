@@ -41,7 +41,7 @@ def truth(case: RankCase) -> list[StepGraph]:
     optimizers = for_copies(work.optimizer, work.model)
 
     def run(rank: int, folder: str) -> StepGraph:
-        _alone()
+        alone()
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=case.cards)
         with torch.autograd.set_multithreading_enabled(False):
             graph = _recorded(case, work, work.batch, optimizers)
@@ -63,7 +63,7 @@ def rehearsal(case: RankCase, rank: int, device: str = "cpu") -> StepGraph:
     optimizers = for_copies(work.optimizer, work.model)
 
     def run() -> StepGraph:
-        _alone()
+        alone()
         mode = VirtualGpuMode()
         if device != "cpu":
             backend.install(backend.Target(compute_capability=(8, 0)))
@@ -77,7 +77,8 @@ def rehearsal(case: RankCase, rank: int, device: str = "cpu") -> StepGraph:
     return run_in_child(run)
 
 
-def _alone() -> None:
+def alone() -> None:
+    """Makes a child process of a test deterministic: one thread, no garbage collection."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
