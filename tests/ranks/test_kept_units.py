@@ -38,6 +38,7 @@ def recorded(sharding, extra, sizes=(4,)):
 @pytest.mark.parametrize(
     ("mesh", "extra"), [((4,), ()), ((2, 2), (ShardedPrecision(),))], ids=["4 cards, fp32", "2 x 2 cards, bf16"]
 )
+@pytest.mark.thorough
 def test_any_kept_units_have_the_predicted_peak(mesh, extra):
     sharding = Shard(way="fsdp", mesh=mesh, units=UNITS)
     graph = recorded(sharding, extra)
@@ -74,6 +75,7 @@ def test_each_micro_batch_gathers_anew():
     assert roofline.step_ns(predicted, CARD, 2) == roofline.step_ns(once, CARD, 2)
 
 
+@pytest.mark.thorough
 def test_units_are_kept_where_the_budget_has_room_for_some_and_the_promise_holds():
     config = LlamaConfig(
         vocab_size=200, hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=4,

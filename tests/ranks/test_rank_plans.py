@@ -125,6 +125,7 @@ def tight() -> planner.Plan:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_promise_is_what_the_rehearsal_of_the_sharded_and_checkpointed_step_gives(tight):
     assert tight.fits
     assert tight.solver.promised_bytes == tight.solver.certified_bytes <= 14 << 20 < tight.baseline.total_bytes
@@ -133,6 +134,7 @@ def test_the_promise_is_what_the_rehearsal_of_the_sharded_and_checkpointed_step_
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_saved_plan_for_several_cards_is_certified_again(tmp_path):
     path = tmp_path / "plan.json"
     command = [sys.executable, "-m", "planner.cli"]
@@ -149,6 +151,7 @@ def test_a_saved_plan_for_several_cards_is_certified_again(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_who_forbids_mixed_precision_gets_no_sharded_precision():
     plan, forced = (
         planner.plan(llama(2), batch(), vram="1GiB", gpu="h100", cards=2, sharding="fsdp", **options)
@@ -159,6 +162,7 @@ def test_who_forbids_mixed_precision_gets_no_sharded_precision():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_more_cards_leave_less_on_each():
     plans = [
         planner.plan(llama(), batch(), vram=None, gpu="bare", cards=cards, sharding="fsdp") for cards in (2, 4, 16)
@@ -171,6 +175,7 @@ def test_more_cards_leave_less_on_each():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_shards_are_chosen_where_copies_do_not_fit_and_the_notes_compare_the_ways():
     roomy, scarce = (
         planner.plan(llama(), batch(), vram=vram, gpu="bare", cards=4, forbid="accumulation", fidelity="exact")
@@ -184,6 +189,7 @@ def test_shards_are_chosen_where_copies_do_not_fit_and_the_notes_compare_the_way
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_smallest_number_of_cards_is_found_and_larger_ones_are_compared():
     options = {"vram": "14MiB", "gpu": "bare", "forbid": "accumulation", "fidelity": "exact"}
     plan = planner.plan(llama(), batch(), cards="fewest", **options)

@@ -82,6 +82,7 @@ def test_a_smaller_last_batch_of_an_epoch_is_no_second_length():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_batches_may_differ_in_samples_and_length():
     shapes = [(1600 // length, length) for length in range(40, 440, 8)]
     run = planned([tokens(length, samples=count) for count, length in shapes]).run
@@ -267,6 +268,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_plans_the_run_over_lengths_of_samples(folder, capsys):
     arguments = [str(folder), "--vram", "1GiB", "--gpu", "rtx-3060", "--batch-size", "4"]
     run = ["--lengths", str(folder / "lengths.txt"), "--pad-to-multiple-of", "48", "--between", "save"]
@@ -286,6 +288,7 @@ def test_the_command_plans_the_run_over_lengths_of_samples(folder, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_saved_run_is_simulated_again(folder):
     """The same verdict, down to the byte; and a budget between the longest step and the run does not fit."""
     saved, again = folder / "plan.json", folder / "again.json"
@@ -338,6 +341,7 @@ def test_lengths_that_cannot_be_predicted_are_padded_to_a_few_that_exist():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_batches_of_several_lengths_have_the_mask_of_a_collator(tmp_path):
     """With padding attention gets a mask of all pairs of tokens, so that the step needs more memory."""
     transformers = pytest.importorskip("transformers")
@@ -366,6 +370,7 @@ def test_batches_of_several_lengths_have_the_mask_of_a_collator(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_with_masks_aligned_lengths_and_others_are_predicted_apart():
     """Memory-efficient attention takes a padded copy of a mask whose rows are not a multiple of 16 long."""
     transformers = pytest.importorskip("transformers")

@@ -277,6 +277,7 @@ def wide_llama() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(("vram", "quantized"), [("26MiB", False), pytest.param("18MiB", True, marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_adapters_are_trained_if_nothing_else_fits(vram, quantized):
     """The budget is below what all weights, their gradients and states need, and above what adapters need."""
     batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "labels": torch.zeros(1, 8, dtype=torch.long)}

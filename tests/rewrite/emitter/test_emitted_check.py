@@ -174,6 +174,7 @@ def test_results_that_are_nan_or_missing_on_one_side_differ(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_flag_ends_with_an_error_if_steps_differ(tmp_path, monkeypatch):
     _, right, wrong = FAULTS["gradients are divided by the number of micro-batches twice"]
     monkeypatch.chdir(ROOT)

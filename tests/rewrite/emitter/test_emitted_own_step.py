@@ -41,6 +41,7 @@ def written(folder, optimizer: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ['{"G": "adam", "D": torch.optim.SGD}', '{"G": "adam", "D": "adamw"}'])
+@pytest.mark.thorough
 def test_a_file_with_a_step_is_planned_saved_and_emitted(tmp_path, capsys, optimizer, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     reference, options = written(tmp_path, optimizer), ["--gpu", "bare", "--only", "checkpoint,optimizer-kernel"]
