@@ -8,11 +8,10 @@ import time
 from planner.errors import WorkloadError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.plan import Plan
-from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.questions import plan_that_fits
-from planner.sharded import plan_sharded, sharded_plan_that_fits
+from planner.sharded import comparison, plan_sharded, sharded_plan_that_fits
 from planner.space.sharding import Cards
 from planner.workload.workload import Workload
 
@@ -82,7 +81,7 @@ def plan_fewest_cards(
         elif chosen is None:
             chosen = plan
         else:
-            notes.append(f"{_cards(count)}: {_comparison(plan, chosen)}")
+            notes.append(f"{_cards(count)}: {comparison(plan, chosen)}")
             left -= 1
             if not left:
                 break
@@ -116,10 +115,3 @@ def _plan_on(
 
 def _cards(count: int) -> str:
     return "1 card" if count == 1 else f"{count} cards"
-
-
-def _comparison(plan: Plan | None, chosen: Plan) -> str:
-    if plan is None:
-        return "does not fit"
-    ratio = plan.peak.step_ns / max(chosen.peak.step_ns, 1)
-    return f"{format_size(plan.peak.total_bytes)} on each card, {ratio:.2f} x the step time"

@@ -95,7 +95,7 @@ def sharded_plan_that_fits(
     if chosen is None:
         return None
     notes = [
-        f"not chosen: {describe_sharding(work.sharding)}: {_comparison(plan, chosen)}"
+        f"not chosen: {describe_sharding(work.sharding)}: {comparison(plan, chosen)}"
         for work, plan in found
         if plan is not chosen
     ] + [f"left out: {describe_sharding(work.sharding)}: {error}" for work, error in failed]
@@ -175,7 +175,8 @@ def _fastest(plans: list[Plan]) -> Plan | None:
     return next((plan for plan in plans if plan.peak.step_ns <= TIE * fastest_ns), None)
 
 
-def _comparison(plan: Plan | None, chosen: Plan) -> str:
+def comparison(plan: Plan | None, chosen: Plan) -> str:
+    """Return a text that compares a plan, None if it does not fit, with the chosen one."""
     if plan is None:
         return "does not fit"
     needs = format_size(plan.peak.total_bytes)
