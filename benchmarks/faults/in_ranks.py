@@ -21,8 +21,8 @@ FAULTS = [
     Fault(
         name="kept-units-cost-nothing-to-gather",
         path="planner/recompute/repeated_gathers.py",
-        old="is_view=True, collective=None)",
-        new="is_view=True)",
+        old="        for op in unit.ops:\n",
+        new="        for op in ():\n",
         tests=(f"{_KEPT}::test_a_step_that_gathers_once_has_the_time_and_the_bytes_of_its_recording",),
         why="no unit seems to save time by staying gathered",
     ),
