@@ -194,7 +194,7 @@ def hf(name: str, head: str, settings: dict[str, Any], batch: Callable[[], Any],
 MOE = {**DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 RESERVE = "cuDNN saves"
-MASKS = "all masks of the batch are true everywhere"
+PADDING = "every sample of the batch has one position of padding"
 DROPS = "random numbers that the code branches on are all 0.5"
 LABELLED = "no label of the batch is ignored"
 CHECKS = "every check on tensor values .* passes"
@@ -205,7 +205,7 @@ TRANSFORMERS = (
     # encoders
     hf("bert", "BertForMaskedLM", TEXT, text),
     hf("roberta", "RobertaForMaskedLM", TEXT, text),
-    hf("xlm-roberta", "XLMRobertaForSequenceClassification", TEXT, padded_text, assumes=MASKS),
+    hf("xlm-roberta", "XLMRobertaForSequenceClassification", TEXT, padded_text, assumes=PADDING),
     hf("camembert", "CamembertForTokenClassification", TEXT, text),
     hf("albert", "AlbertForMaskedLM", TEXT, text, embedding_size=16),
     hf("electra", "ElectraForMaskedLM", TEXT, text, embedding_size=16),
@@ -221,7 +221,7 @@ TRANSFORMERS = (
         local_attention=8,
         cls_token_id=1,
         sep_token_id=2,
-        assumes=MASKS,
+        assumes=PADDING,
     ),
     hf("layoutlm", "LayoutLMForTokenClassification", TEXT, text),
     hf("mobilebert", "MobileBertForMaskedLM", TEXT, text, embedding_size=16, intra_bottleneck_size=16),
@@ -229,7 +229,7 @@ TRANSFORMERS = (
     hf("convbert", "ConvBertForMaskedLM", TEXT, text, embedding_size=16),
     hf("roformer", "RoFormerForMaskedLM", TEXT, text, embedding_size=16),
     hf("nystromformer", "NystromformerForMaskedLM", TEXT, text, num_landmarks=16, segment_means_seq_len=16),
-    hf("longformer", "LongformerForMaskedLM", TEXT, masked_text, attention_window=4, assumes=MASKS),
+    hf("longformer", "LongformerForMaskedLM", TEXT, masked_text, attention_window=4, assumes=PADDING),
     hf("big_bird", "BigBirdForMaskedLM", TEXT, text, block_size=2, num_random_blocks=1),
     hf("esm", "EsmForMaskedLM", TEXT, text, mask_token_id=3),
     hf("fnet", "FNetForMaskedLM", TEXT, text, refused_bf16="Unsupported dtype BFloat16"),

@@ -7,8 +7,9 @@ are unknown, with a few documented exceptions that are *assumed* (the constants 
 shadow has the set of assumptions on which it depends. If the model asks for its value, the plan notes them.
 
 These tensors have a shadow: integers and booleans of up to `MOST_ELEMENTS` elements, floats of up to `MOST_ELEMENTS` on
-the host and up to `MOST_FLOATS` on the card, and tensors of any size with one value everywhere (ones, zeros, a full
-mask). A shadow belongs to a storage, so views share it and in-place ops change it, as on the card.
+the host or computed from the batch, other floats of up to `MOST_FLOATS`, and tensors of any size with one value
+everywhere (ones, zeros, a full mask). A shadow belongs to a storage, so views share it and in-place ops change it, as
+on the card.
 
 An op that reads an unknown value makes its result unknown, and an in-place op also makes its target unknown. To forget
 a value is always safe: if the model asks for it, the rehearsal ends with an error that names the line.
@@ -47,7 +48,11 @@ _aten = torch.ops.aten
 MOST_ELEMENTS = 2**19
 """Maximum number of elements of a tensor for which every value is computed."""
 MOST_FLOATS = 16
-"""Maximum number of elements of a floating point tensor on the card for which every value is computed."""
+"""Maximum number of elements of a floating point tensor on the card, if its values depend on no assumption.
+
+Tensors of this kind are constants, such as tables of rotary embeddings. Those that depend on an assumption come from
+the batch, such as an additive attention mask, and models ask for their values.
+"""
 _MOST_BYTES = 8 * MOST_ELEMENTS
 """Maximum size of a shadow in bytes."""
 
@@ -210,7 +215,7 @@ class ShadowValues:
                 with unset_fake_temporarily():
                     value = value.reshape(-1)[:1].reshape(())
                 self._put(results[0], _ShadowValue(value=value, assumed=assumed))
-        elif all(is_tracked(t) or (op in PLACES and t.numel() <= MOST_ELEMENTS) for t in results):
+        elif all(is_tracked(t, floats=bool(assumed) or op in PLACES) for t in results):
             for fake, value in zip(results, nested_tensors(self.compute(op, args, kwargs)), strict=False):
                 if fake not in self:  # A view of an argument shares its shadow already.
                     self.learn(fake, value, assumed)
@@ -355,11 +360,14 @@ class ShadowValues:
         return value
 
 
-def is_tracked(tensor: torch.Tensor) -> bool:
-    """True if a tensor is small enough to compute every value of it."""
-    on_card = tensor.device.type != "cpu"
-    most = MOST_FLOATS if on_card and tensor.is_floating_point() else MOST_ELEMENTS
-    return tensor.layout is torch.strided and tensor.numel() <= most
+def is_tracked(tensor: torch.Tensor, *, floats: bool = False) -> bool:
+    """True if a tensor is small enough to compute every value of it.
+
+    Args:
+        floats: True if floating point tensors on the card have the same limit as integers.
+    """
+    few_floats = tensor.device.type != "cpu" and tensor.is_floating_point() and not floats
+    return tensor.layout is torch.strided and tensor.numel() <= (MOST_FLOATS if few_floats else MOST_ELEMENTS)
 
 
 def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
