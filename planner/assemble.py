@@ -65,6 +65,7 @@ def assemble_plan(
             f"{session.undecided} of the search's integer programs reached their time limit without an answer: a "
             "faster plan may exist",
         )
+    links = session.card.links
     return Plan(
         model=session.workload.model_facts(),
         workload=session.workload.facts(),
@@ -105,8 +106,11 @@ def assemble_plan(
             *changed_notes(certified.choice.decisions, session.card.alloc_conf),
             *_default_options_notes(session, certified, budget, is_fitting=shortfall is None),
             *_workspace_notes(certified, session.card),
+            *_nccl_notes(session.card),
         ),
         alloc_conf=session.card.alloc_conf,
+        link=None if links is None else links.within.name,
+        cards_per_node=None if links is None else links.cards_per_node,
         versions=versions(),
         tensors=largest_tensors(
             certified.graph, certified.measured.peak_tick, granularity_bytes=granularity_bytes(session.card)
@@ -156,6 +160,19 @@ def early_note(session: PlanningSession, constraints: Constraints) -> str:
     return (
         f"planning ended {session.watch.cause} with the best plan that was certified by then, and a faster plan may "
         f"exist; {left}"
+    )
+
+
+def _nccl_notes(card: DeviceProfile) -> tuple[str, ...]:
+    """Return a note on the memory that NCCL takes outside of the allocator, which is not rehearsed."""
+    if not card.nccl_bytes or card.links is None:
+        return ()
+    count, more_bytes = card.links.communicators, card.links.nccl_most_bytes - card.nccl_bytes
+    return (
+        f"NCCL's {'communicator is' if count == 1 else f'{count} communicators are'} counted with "
+        f"{format_size(card.nccl_bytes)} on each card, as others saw it (profiles/links.toml), not rehearsed; it may "
+        f"take up to {format_size(more_bytes)} more: leave that with --margin, or set NCCL_NVLS_ENABLE=0 and a smaller "
+        "NCCL_BUFFSIZE",
     )
 
 

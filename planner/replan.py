@@ -15,13 +15,15 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import (
     Fidelity,
     Role,
+    cards_of,
+    communicators_of,
     micro_batch_size_of,
     micro_batches_of,
     with_roles,
     without_roles,
 )
 from planner.plan_types.plan import Plan
-from planner.profiles.links import with_links
+from planner.profiles.links import CARDS_PER_NODE, with_links
 from planner.progress import Watch
 from planner.run_memory.batches import BatchShape
 from planner.whole_run.request import verify_planned_run
@@ -61,7 +63,14 @@ def replan(
         card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes
     else:
         card, vram_bytes = card_and_budget(gpu or saved.card, vram)
-    card = with_links(card) if workload.sharding else card
+    if workload.sharding:
+        card = with_links(
+            card,
+            cards=cards_of(workload.sharding),
+            communicators=communicators_of(workload.sharding),
+            within=saved.link if gpu is None else None,
+            cards_per_node=saved.cards_per_node or CARDS_PER_NODE,
+        )
     card, given = with_allocator_options(card, saved.alloc_conf if alloc_conf is None else alloc_conf)
     constraints = Constraints(
         fidelity=Fidelity.parse(saved.fidelity),

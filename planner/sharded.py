@@ -16,7 +16,7 @@ from planner import pipeline
 from planner.choose.chooser import TIE
 from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision
+from planner.plan_types.decision_base import Decision, communicators_of
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
@@ -24,6 +24,7 @@ from planner.profiles.links import known, with_links
 from planner.progress import Watch
 from planner.questions import plan_that_fits
 from planner.space.sharding import Cards, shardings
+from planner.workload.budget import Budget
 from planner.workload.workload import Workload, resized
 
 
@@ -48,6 +49,7 @@ def plan_sharded(
 
     Raises:
         WorkloadError: the batch cannot be divided evenly, or the step is the user's own.
+        BudgetError: parameters and gradients alone exceed the budget.
     """
     began = time.perf_counter()
     plan = None
@@ -57,7 +59,10 @@ def plan_sharded(
         )
     if plan is None:
         *others, last = _divided(workload, cards)
-        linked = _with_links(card, cards)
+        linked = _with_links(card, cards, last)
+        if vram_bytes is not None:
+            budget = Budget.on(linked, vram_bytes, margin=constraints.margin)
+            budget.refuse_if_hopeless(last.model, linked, sharding=last.sharding)
         plan = pipeline.plan_workload(last, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         if vram_bytes is not None:
             notes = [f"not chosen: {describe_sharding(other.sharding)}: does not fit" for other in others]
@@ -79,12 +84,12 @@ def sharded_plan_that_fits(
     Raises:
         PlannerError: the step cannot be rehearsed in any way to divide it.
     """
-    card = _with_links(card, cards)
     found: list[tuple[Workload, Plan | None]] = []
     failed: list[tuple[Workload, PlannerError]] = []
     for work in _divided(workload, cards):
         try:
-            plan = plan_that_fits(work, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+            linked = _with_links(card, cards, work)
+            plan = plan_that_fits(work, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         except PlannerError as error:
             failed.append((work, error))
             continue
@@ -107,10 +112,16 @@ def describe_sharding(sharding: Sequence[Decision]) -> str:
     return "; ".join(decision.describe() for decision in sharding)
 
 
-def _with_links(card: DeviceProfile, cards: Cards) -> DeviceProfile:
-    """Return the card with the links between the cards."""
+def _with_links(card: DeviceProfile, cards: Cards, divided: Workload) -> DeviceProfile:
+    """Return the card with the links between the cards, over which `divided` is trained."""
     try:
-        return with_links(card, within=cards.link, cards_per_node=cards.per_node)
+        return with_links(
+            card,
+            cards=cards.count,
+            communicators=communicators_of(divided.sharding),
+            within=cards.link,
+            cards_per_node=cards.per_node,
+        )
     except KeyError:
         raise WorkloadError(f"link '{cards.link}' is unknown: choose from {', '.join(known())}") from None
 

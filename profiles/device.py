@@ -116,6 +116,16 @@ class DeviceProfile:
                 f"{self.name}: flops_per_s {problem} key '{wrong_key}': give a rate for exactly {', '.join(DTYPES)}"
             )
 
+    @property
+    def nccl_bytes(self) -> int:
+        """Memory in bytes that NCCL takes of the card in each process; 0 if the card trains alone."""
+        return self.links.nccl_bytes if self.links is not None and self.allocator else 0
+
+    @property
+    def outside_bytes(self) -> int:
+        """Memory in bytes of each process outside of the caching allocator: the CUDA context, and NCCL's buffers."""
+        return self.context_bytes + self.nccl_bytes
+
     def cublas_workspace_bytes(self, torch_version: str) -> int:
         """Returns the bytes that one cuBLAS handle allocates from the caching allocator at its first matmul.
 

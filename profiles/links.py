@@ -2,6 +2,10 @@
 
 The data is in `links.toml`, with the source of each number. A card without NVLink uses PCIe, at the rate of its own
 copies to the host.
+
+NCCL allocates buffers on the card, outside of PyTorch's allocator: for each communicator, and there for each channel
+and each peer of a channel. How many there are depends on the links, on NCCL's version and on the collectives. So
+`nccl_bytes` is what others saw or what follows from NCCL's source, not a rehearsed figure.
 """
 
 from __future__ import annotations
@@ -20,17 +24,25 @@ CARDS_PER_NODE = 8
 """Number of cards in a machine, unless the user states it."""
 _PCIE_LATENCY_NS = 30_000
 """Assumption, as in `links.toml`."""
+_PCIE = "pcie"
+_NETWORK = "network"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
     """A link between cards."""
 
+    name: str
+    """Its name in `links.toml`, which `--link` takes."""
     title: str
     bytes_per_s: int
     """Rate in one direction for each card."""
     latency_ns: int
     """Time of a collective of a few bytes."""
+    nccl_bytes: int
+    """Memory in bytes that a communicator takes of each card because of this link."""
+    nccl_most_bytes: int
+    """The most that was seen, or that follows from NCCL's source, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +55,24 @@ class Links:
     """The link between machines."""
     cards_per_node: int = CARDS_PER_NODE
     """Number of cards in a machine."""
+    cards: int = 0
+    """Number of cards that train together."""
+    communicators: int = 0
+    """Number of NCCL communicators of each process."""
+
+    @property
+    def nccl_bytes(self) -> int:
+        """Memory in bytes that NCCL takes of each card."""
+        return self.communicators * sum(link.nccl_bytes for link in self._used)
+
+    @property
+    def nccl_most_bytes(self) -> int:
+        """The most that NCCL may take of each card in bytes, as far as is known."""
+        return self.communicators * sum(link.nccl_most_bytes for link in self._used)
+
+    @property
+    def _used(self) -> tuple[Link, ...]:
+        return (self.within,) if self.cards <= self.cards_per_node else (self.within, self.between)
 
     def of(self, span: int) -> Link:
         """Returns the slowest link that a collective uses.
@@ -54,33 +84,47 @@ class Links:
 
 
 def with_links(
-    card: DeviceProfile, *, within: str | None = None, cards_per_node: int = CARDS_PER_NODE
+    card: DeviceProfile,
+    *,
+    cards: int = 0,
+    communicators: int = 0,
+    within: str | None = None,
+    cards_per_node: int = CARDS_PER_NODE,
 ) -> DeviceProfile:
     """Returns the profile of a card that trains together with others.
 
     Args:
+        cards: number of cards that train together.
+        communicators: number of NCCL communicators of each process.
         within: a name of `known`, 'pcie', or None for the fastest link that the card has.
 
     Raises:
         KeyError: the name is not known.
     """
     table = _table()
-    pcie = Link(title="PCIe", bytes_per_s=card.host_link_bytes_per_s, latency_ns=_PCIE_LATENCY_NS)
     if within is None:
         patterns = ((name, pattern) for name, row in table.items() for pattern in row["cards"])
-        within = next((name for name, pattern in patterns if fnmatch.fnmatch(card.name, pattern)), "pcie")
-    chosen = pcie if within == "pcie" else _link(table[within])
-    links = Links(within=chosen, between=_link(table["network"]), cards_per_node=cards_per_node)
+        within = next((name for name, pattern in patterns if fnmatch.fnmatch(card.name, pattern)), _PCIE)
+    row = table[within]
+    if within == _PCIE:
+        row = {**row, "bytes_per_s": card.host_link_bytes_per_s, "latency_ns": _PCIE_LATENCY_NS}
+    links = Links(
+        within=_link(within, row),
+        between=_link(_NETWORK, table[_NETWORK]),
+        cards_per_node=cards_per_node,
+        cards=cards,
+        communicators=communicators,
+    )
     return dataclasses.replace(card, links=links)
 
 
 def known() -> tuple[str, ...]:
     """Returns the names of the links within a machine."""
-    return (*(name for name in _table() if name != "network"), "pcie")
+    return tuple(name for name in _table() if name != _NETWORK)
 
 
-def _link(row: dict[str, Any]) -> Link:
-    return Link(title=row["title"], bytes_per_s=row["bytes_per_s"], latency_ns=row["latency_ns"])
+def _link(name: str, row: dict[str, Any]) -> Link:
+    return Link(name=name, **{key: value for key, value in row.items() if key != "cards"})
 
 
 @functools.cache

@@ -26,7 +26,7 @@ _SEGMENT_BYTES = 2**21
 """Size of the allocator's segments for blocks of up to 1 MiB (`kSmallBuffer`, c10/cuda/CUDACachingAllocator.cpp)."""
 _PURPOSES = ("parameters", "gradients", "optimizer state")
 """Purposes of memory that are known of any loop. The rest is one sum, in the plan and in use."""
-_NOT_IN_USE = ("allocator slack", "CUDA context")
+_NOT_IN_USE = ("allocator slack", "CUDA context", "NCCL")
 """Categories of a plan that are not memory of tensors."""
 
 

@@ -9,7 +9,25 @@ _PARITY = "tests/ranks/test_rank_parity.py::test_several_cards_train_as_one_does
 
 _KEPT = "tests/ranks/test_kept_units.py"
 
+_NCCL = "tests/ranks/test_nccl_memory.py"
+
 FAULTS = [
+    Fault(
+        name="nccl-takes-no-memory",
+        path="profiles/device.py",
+        old="        return self.context_bytes + self.nccl_bytes\n",
+        new="        return self.context_bytes\n",
+        tests=(f"{_NCCL}::test_the_allocator_gets_the_budget_without_nccl",),
+        why="a plan promises that a step fits whose communicators need the memory that it uses",
+    ),
+    Fault(
+        name="nccl-has-one-communicator-for-a-mesh",
+        path="planner/plan_types/decisions.py",
+        old="return 1 if len(self.mesh) == 1 else 1 + len(self.mesh)",
+        new="return 1",
+        tests=(f"{_NCCL}::test_each_dimension_of_a_mesh_has_a_communicator_next_to_that_of_all_cards",),
+        why="with hybrid sharding two of three communicators take no memory",
+    ),
     Fault(
         name="kept-units-take-no-memory",
         path="planner/recompute/holds.py",

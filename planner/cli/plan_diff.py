@@ -120,6 +120,8 @@ def _texts(plan: Plan) -> dict[str, str]:
         "tokens in a sample": workload.seq_len,
         "optimizer": workload.optimizer,
         "card": plan.card,
+        "link": plan.link,
+        "cards in a machine": plan.cards_per_node,
         "budget": None if plan.vram_bytes is None else format_size(plan.vram_bytes),
         "fidelity": plan.fidelity,
         "forced": ", ".join(plan.forced),

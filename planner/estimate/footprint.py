@@ -1,4 +1,4 @@
-"""Computes the memory that a recorded step takes on a card, including the allocator's slack and the CUDA context."""
+"""Computes the memory that a recorded step takes on a card, with the allocator's slack and what is outside of it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def measure(
 
     Args:
         graph: A recording to which workspaces have been added (`with_workspaces`).
-        vram_bytes: Budget for the total. The allocator gets this budget minus the CUDA context. None means no limit.
+        vram_bytes: Budget for the total. The allocator gets this budget minus the CUDA context and NCCL's memory.
+            None means no limit.
         decisions: The decisions of the step. They say how many micro-batches it has, of which the recording may hold
             fewer, and which options of the allocator are set.
     """
@@ -73,7 +74,7 @@ def measure(
     live = by_category.sum(axis=0)
     curve_bytes = int(live.max())
     tick, allocated, reserved, fits, retries = int(live.argmax()), curve_bytes, curve_bytes, True, 0
-    capacity = None if vram_bytes is None else vram_bytes - card.context_bytes
+    capacity = None if vram_bytes is None else vram_bytes - card.outside_bytes
     if card.allocator:
         ids, sizes, ticks = allocation_stream(graph)
         streams = streams_of_blocks(graph)
@@ -91,7 +92,7 @@ def measure(
     footprint = Footprint(
         allocated_bytes=allocated,
         reserved_bytes=reserved,
-        total_bytes=reserved + card.context_bytes,
+        total_bytes=reserved + card.outside_bytes,
         phase=str(op.phase) if op else "",
         module=op.module if op else "",
         op=op.name if op else "",
@@ -120,7 +121,7 @@ def smallest_capacity_bytes(
     does not guarantee this, so an even smaller total may exist. The step runs in the returned total in any case.
     """
     if not card.allocator:
-        return int(graph.live_bytes().max()) + card.context_bytes
+        return int(graph.live_bytes().max()) + card.outside_bytes
     ids, sizes, _ = allocation_stream(graph)
     settings, streams = without_limit(settings_on(card, decisions)), streams_of_blocks(graph)
     outcome = replayed((ids, sizes), card, None, settings, streams)
@@ -132,7 +133,7 @@ def smallest_capacity_bytes(
             high = outcome.peak_reserved_bytes
         else:
             low = middle
-    return high + card.context_bytes
+    return high + card.outside_bytes
 
 
 def settings_on(card: DeviceProfile, decisions: Iterable[Decision]) -> AllocatorSettings:
@@ -171,8 +172,12 @@ def _breakdown(live: np.ndarray, reserved: int, card: DeviceProfile) -> dict[str
     Args:
         live: int64[len(Category)]: bytes of the storages of each category that are alive at the tick.
     """
-    slack_and_context = {str(Category.SLACK): reserved - int(live.sum()), str(Category.CONTEXT): card.context_bytes}
-    return _named(live) | {name: size for name, size in slack_and_context.items() if size}
+    others = {
+        Category.SLACK: reserved - int(live.sum()),
+        Category.CONTEXT: card.context_bytes,
+        Category.NCCL: card.nccl_bytes,
+    }
+    return _named(live) | {str(category): size for category, size in others.items() if size}
 
 
 def _named(sizes: np.ndarray) -> dict[str, int]:

@@ -21,6 +21,7 @@ class Category(enum.StrEnum):
     WORKSPACE = "workspaces"
     SLACK = "allocator slack"
     CONTEXT = "CUDA context"
+    NCCL = "NCCL"
 
     @property
     def key(self) -> str:

@@ -149,6 +149,11 @@ class Decision:
         return 1
 
     @property
+    def communicators(self) -> int:
+        """Number of NCCL communicators that each process has; 0 on one card."""
+        return 0
+
+    @property
     def keeps_parameters_on_host(self) -> bool:
         """True if parameters are in host memory, and on the card only while they are used."""
         return False
@@ -229,6 +234,11 @@ def conflict(decisions: Iterable[Decision]) -> str | None:
 def fidelity_of(decisions: Iterable[Decision]) -> int:
     """The fidelity of a step with these decisions: that of the least faithful decision, or exact without decisions."""
     return max((decision.fidelity for decision in decisions), default=0)
+
+
+def communicators_of(decisions: Iterable[Decision]) -> int:
+    """Returns the number of NCCL communicators that each process has; 0 on one card."""
+    return sum(decision.communicators for decision in decisions)
 
 
 def micro_batches_of(decisions: Iterable[Decision]) -> int:

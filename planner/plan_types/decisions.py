@@ -165,6 +165,10 @@ class Shard(Decision):
         return math.prod(self.mesh)
 
     @property
+    def communicators(self) -> int:
+        return 1 if len(self.mesh) == 1 else 1 + len(self.mesh)  # a mesh of one dimension is the group of all cards
+
+    @property
     def divides_parameters_by(self) -> int:
         return self.mesh[-1] if self.way == "fsdp" else 1
 

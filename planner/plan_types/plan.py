@@ -102,6 +102,11 @@ class Plan:
     alloc_conf: str = ""
     """Options of the caching allocator that the user has set, with which baseline and plan were simulated, in the
     notation of PYTORCH_ALLOC_CONF. Empty for PyTorch's defaults, and in plans of older versions."""
+    link: str | None = None
+    """The link between the cards of one machine, as `--link` takes it; None for one card, and in plans of older
+    versions."""
+    cards_per_node: int | None = None
+    """Number of cards in a machine; None for one card, and in plans of older versions."""
     seconds: float | None = dataclasses.field(default=None, compare=False)
     """Time in seconds that planning took; None in a plan that was read from a file, which holds no times."""
 
@@ -192,6 +197,8 @@ class Plan:
                 tensors=tuple(LiveTensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]),
                 run=_run_from_json(data.get("run")),
                 alloc_conf=data.get("alloc_conf", ""),
+                link=data.get("link"),
+                cards_per_node=data.get("cards_per_node"),
                 **{name: data[name] for name in _PLAIN_FIELDS},
             )
             return _checked(plan)

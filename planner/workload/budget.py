@@ -37,7 +37,7 @@ class Budget:
     usable_bytes: int
     """Maximum total memory of the process: `asked_bytes`, but at most the memory of the card without the margin."""
     allocator_bytes: int
-    """Maximum memory that the caching allocator may reserve: `usable_bytes` minus the size of the CUDA context."""
+    """Maximum memory that the caching allocator may reserve: `usable_bytes` minus the CUDA context and NCCL."""
     tensor_bytes: int
     """Maximum memory of tensors at the start of the search: `allocator_bytes` minus an estimate of the slack."""
 
@@ -60,9 +60,9 @@ class Budget:
             margin = 0
         free_bytes = margin_bytes(margin, card_bytes=card_bytes or asked_bytes)
         usable_bytes = min(asked_bytes, (card_bytes or asked_bytes) - free_bytes)
-        if allowed_bytes is not None and allowed_bytes + card.context_bytes < usable_bytes:
+        if allowed_bytes is not None and allowed_bytes + card.outside_bytes < usable_bytes:
             # As if the card were smaller, so that the plan and its file say so.
-            usable_bytes = allowed_bytes + card.context_bytes
+            usable_bytes = allowed_bytes + card.outside_bytes
             card_bytes, free_bytes = usable_bytes, 0
         return dataclasses.replace(
             cls.of_total(card, usable_bytes), asked_bytes=asked_bytes, card_bytes=card_bytes, margin_bytes=free_bytes
@@ -71,7 +71,7 @@ class Budget:
     @classmethod
     def of_total(cls, card: DeviceProfile, total_bytes: int) -> Budget:
         """Return the budget for a total of `total_bytes`, even if the card has less memory."""
-        allocator_bytes = total_bytes - card.context_bytes
+        allocator_bytes = total_bytes - card.outside_bytes
         slack_bytes = round(allocator_bytes * _FIRST_SLACK) if card.allocator else 0
         return cls(
             asked_bytes=total_bytes,
@@ -108,11 +108,12 @@ class Budget:
             trained = (tensor for tensor in parameters.values() if tensor.requires_grad)
             model_bytes += sum(tensor.numel() * tensor.itemsize for tensor in trained) // shards
             what = f"{'the parts of one card of ' if shards > 1 else ''}parameters, gradients and buffers"
-        needed_bytes = model_bytes + card.context_bytes
+        needed_bytes = model_bytes + card.outside_bytes
         if needed_bytes <= self.usable_bytes:
             return
         sizes = f"{what} take {format_size(model_bytes)}"
-        context = f" and the CUDA context {format_size(card.context_bytes)}" if card.context_bytes else ""
+        nccl = " with NCCL" if card.nccl_bytes else ""
+        context = f" and the CUDA context{nccl} {format_size(card.outside_bytes)}" if card.outside_bytes else ""
         raise BudgetError(
             f"does not fit: a budget of {format_size(self.usable_bytes)} cannot hold the model, whatever the plan: "
             f"{sizes}{context}, and training needs more; give a budget well above {format_size(needed_bytes)}, or "

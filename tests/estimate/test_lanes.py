@@ -12,7 +12,10 @@ from planner.profiles.device import DeviceProfile
 from planner.profiles.links import Link, Links, known, with_links
 from planner.recording.step_graph import Collective, Op, Phase, StepGraph
 
-SLOW, FAST = (Link(title=name, bytes_per_s=rate, latency_ns=10) for name, rate in (("slow", 10**9), ("fast", 10**10)))
+SLOW, FAST = (
+    Link(name=name, title=name, bytes_per_s=rate, latency_ns=10, nccl_bytes=0, nccl_most_bytes=0)
+    for name, rate in (("slow", 10**9), ("fast", 10**10))
+)
 CARD: DeviceProfile = dataclasses.replace(
     profiles.load("h100"), links=Links(within=FAST, between=SLOW, cards_per_node=8)
 )

@@ -209,6 +209,8 @@ def full_example() -> Plan:
         margin_bytes=1,
         tensors=(tensor,),
         alloc_conf="max_split_size_mb:32",
+        link="nvlink-4",
+        cards_per_node=4,
         run=_run_example(),
     )
     own_loss = OwnLoss(shifted=True, ignored=0, divides=True)
@@ -241,9 +243,10 @@ def _run_example() -> RunFacts:
 
 def test_a_plan_of_an_older_version_has_neither_options_nor_the_description_of_its_run():
     data = json.loads(json.dumps(full_example().to_json()))
-    del data["alloc_conf"], data["run"]["source"]
+    del data["alloc_conf"], data["link"], data["cards_per_node"], data["run"]["source"]
     read = Plan.from_json(data)
     assert read.alloc_conf == "" and read.run.source is None
+    assert read.link is None and read.cards_per_node is None
 
 
 def test_every_kind_of_decision_and_every_optional_field_is_read_back():
@@ -324,9 +327,12 @@ def test_json_that_is_not_a_plan_is_refused(data):
         Plan.from_json(data)
 
 
+ABSENT_IN_OLDER_FILES = ("run", "alloc_conf", "link", "cards_per_node")
+
+
 @pytest.mark.parametrize(
     "field",
-    [*(f.name for f in dataclasses.fields(Plan) if f.name not in ("peak", "seconds", "run", "alloc_conf")), "plan"],
+    [*(f.name for f in dataclasses.fields(Plan) if f.name not in ("peak", "seconds", *ABSENT_IN_OLDER_FILES)), "plan"],
 )
 def test_a_missing_field_is_named(field):
     data = example().to_json()

@@ -139,13 +139,15 @@ def test_a_saved_plan_for_several_cards_is_certified_again(tmp_path):
     path = tmp_path / "plan.json"
     command = [sys.executable, "-m", "planner.cli"]
     options = ["--cards", "4", "--sharding", "fsdp", "--batch-size", "8", "--seq-len", "32", "--save", str(path)]
-    asked = ["tests/fixtures/roberta", "--vram", "2GiB", "--gpu", "h100", "--json", *options]
+    links = ["--link", "pcie", "--cards-per-node", "2"]
+    asked = ["tests/fixtures/roberta", "--vram", "2GiB", "--gpu", "h100", "--json", *options, *links]
     first = json.loads(subprocess.run([*command, *asked], capture_output=True, text=True, timeout=300).stdout)
     again = json.loads(
         subprocess.run([*command, str(path), "--json"], capture_output=True, text=True, timeout=300).stdout
     )
     assert first["fits"] and again["fits"]
     assert first["decisions"] == again["decisions"]
+    assert (first["link"], first["cards_per_node"]) == (again["link"], again["cards_per_node"]) == ("pcie", 2)
     for key in ("total_bytes", "allocated_bytes", "step_seconds"):
         assert first["plan"][key] == again["plan"][key]
 

@@ -58,7 +58,7 @@ class Recorded:
     @property
     def total_bytes(self) -> int:
         """The largest total of the process: `footprint.total_bytes`, unless two rehearsals of the step differ."""
-        return int(self.reserved_bytes.max()) + self.card.context_bytes
+        return int(self.reserved_bytes.max()) + self.card.outside_bytes
 
     @property
     def peak_tick(self) -> int:

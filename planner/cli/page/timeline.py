@@ -32,7 +32,7 @@ def recording_data(recorded: Recorded, *, most_moments: int = MOST_MOMENTS) -> d
     Keys of the result (a *column* is a list with one item for each row; a column of *differences* has for each row the
     difference from the row before, and for the first row its value):
 
-    - `unit_bytes`: the unit of all sizes, and `context_bytes`, the size of the CUDA context, in bytes
+    - `unit_bytes`: the unit of all sizes, and `context_bytes`, of the CUDA context with NCCL's memory, in bytes
     - `moments`: columns of differences `tick`, `time_ns`, `reserved` (the allocator's memory, in units) and `op` (row
       of `ops`, -1 before the first op); `end`: tick and time_ns of the end; `peak`: the moment of the reported peak
     - `steps`: for each recorded training step [first moment, moment after the last]
@@ -53,7 +53,7 @@ def recording_data(recorded: Recorded, *, most_moments: int = MOST_MOMENTS) -> d
     moment_ops = [-1 if index < 0 else ops.number(index) for index in op_of_tick]
     return {
         "unit_bytes": unit,
-        "context_bytes": recorded.card.context_bytes,
+        "context_bytes": recorded.card.outside_bytes,
         "moments": {
             "tick": _differences(ticks),
             "time_ns": _differences(recorded.times_ns[ticks]),

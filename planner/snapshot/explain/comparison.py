@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from planner.allocator.options import settings_of
 from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings
-from planner.plan_types.categories import Category
 from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.decisions import Precision
 from planner.plan_types.plan import Plan
@@ -50,8 +49,8 @@ def causes(moment: Moment, history: History, plan: Plan | None) -> Iterator[str]
         yield f"{format_size(rounding)} of allocated memory are rounding and ends of blocks that were not split off"
     yield from _verdict(moment)
     if plan is not None and plan.card_bytes and moment.device_free_bytes is not None:
-        context = plan.peak.breakdown.get(Category.CONTEXT, 0)
-        own = moment.reserved_bytes + moment.private_bytes + moment.device_free_bytes + context
+        outside = plan.peak.total_bytes - plan.peak.reserved_bytes
+        own = moment.reserved_bytes + moment.private_bytes + moment.device_free_bytes + outside
         if plan.card_bytes - own > 64 * MIB:
             yield (
                 f"{format_size(plan.card_bytes - own)} of the card belong to other processes and libraries: end other "
@@ -109,9 +108,9 @@ class Comparison:
         if plan is not None:
             self._allocated_bytes, self._reserved_bytes = plan.peak.allocated_bytes, plan.peak.reserved_bytes
             if plan.run is not None:
-                context = plan.peak.breakdown.get(Category.CONTEXT, 0)
+                outside = plan.peak.total_bytes - plan.peak.reserved_bytes
                 self._allocated_bytes = max([self._allocated_bytes, *(part.tensor_bytes for part in plan.run.moments)])
-                self._reserved_bytes = max(self._reserved_bytes, plan.run.total_bytes - context)
+                self._reserved_bytes = max(self._reserved_bytes, plan.run.total_bytes - outside)
 
     @property
     def exceeds(self) -> bool | None:
