@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 import zlib
@@ -32,9 +33,16 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if left_out.get(lane) else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests that need other people's recordings, and leave out those of other parts (`--part`)."""
+    """Mark tests that need other people's recordings or take long, and leave out those of other parts (`--part`)."""
+    cases: collections.Counter[str] = collections.Counter()
     for item in items:
+        if (after := item.get_closest_marker("thorough_after")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] >= after.args[0]:
+                item.add_marker(pytest.mark.thorough)
+            cases[test] += 1
         if "shared_data" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.recordings)
     if part := config.getoption("part"):

@@ -7,6 +7,8 @@ group (`torch.testing._internal.distributed.fake_pg`) serves as the backend. Wha
   get real tensors there, although a fake mode is active.
 - DistributedDataParallel compares and broadcasts the values of parameters when it is made. This is left out: fake
   tensors have no values. It averages gradients by a hook, in the same memory as without one.
+- FSDP2 divides each parameter into the shards of all ranks, and takes one of them. Only the shards that it takes are
+  made, so that more cards do not take more time.
 - FSDP2 pads uneven shards again when the model runs first, unless their memory has the address that it had before.
   Fakes have no addresses, so their storages are compared.
 """
@@ -39,6 +41,7 @@ def join(device: str, *, cards: int, rank: int) -> None:
     for name in ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten"):
         _compute_on_real_host(DeviceMesh, name)
     _let_data_parallel_run()
+    _make_shards_on_demand()
     _let_shards_stay()
     streams.serve_accelerator()
     backend = "fake" if device == "cpu" else f"cpu:fake,{device}:fake"
@@ -58,6 +61,35 @@ def _let_shards_stay() -> None:
 
     parameter: Any = FSDPParam  # mypy does not allow to patch methods of a class
     parameter.reset_sharded_param = pad_if_replaced
+
+
+def _make_shards_on_demand() -> None:
+    """Replaces the function by which FSDP2 divides a parameter among all ranks."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    patched: Any = _fsdp_param  # mypy does not allow to patch functions of a module
+    patched._chunk_with_empty = ShardsOnDemand
+
+
+class ShardsOnDemand:
+    """The shards of a tensor for all ranks, as `torch.chunk` makes them. Ranks that get nothing have empty shards.
+
+    Args:
+        num_chunks: number of ranks.
+        dim: dimension that is divided.
+    """
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._rows = -(-tensor.size(dim) // num_chunks)
+        """Number of rows of a shard that is not the last one."""
+
+    def __getitem__(self, rank: int) -> torch.Tensor:
+        rows = self._tensor.size(self._dim)
+        first = min(rank * self._rows, rows)
+        if rank > 0 and first == rows > 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, first, min(self._rows, rows - first))
 
 
 def _let_data_parallel_run() -> None:

@@ -44,6 +44,7 @@ def fault(old: str, new: str, *, tests: tuple[str, ...] = ("test_sums.py::test_d
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_each_fault_gets_its_verdict_and_they_do_not_mix(checkout):
     expected = {
         fault("x + x", "x + 4"): (Verdict.KILLED, "test_sums.py::test_double"),

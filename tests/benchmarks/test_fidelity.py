@@ -126,6 +126,7 @@ def test_where_micro_batches_are_left_out_of_the_rehearsal_the_streams_are_not_c
     assert "tiny-accumulate4" in fidelity.line(found.row)
 
 
+@pytest.mark.thorough
 def test_what_the_measuring_process_said_last_is_the_error(fake_measurements, tmp_path):
     broken = dataclasses.replace(TINY["tiny"], name="broken")
     with pytest.raises(run_case.MeasurementError, match="CUDA error: simulated"):

@@ -52,12 +52,14 @@ def test_every_technique_is_offered_somewhere():
 
 
 @pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.thorough_after(2)
 def test_rewritten_steps_train_like_plain_loops(name):
     found = [outcome for each in offered(name).techniques for outcome in judge.judged(CASES[name], offered(name), each)]
     assert [outcome for outcome in found if outcome.failed] == []
     assert {outcome.way for outcome in found if outcome.result == judge.EQUAL} == {"live", "emitted"}
 
 
+@pytest.mark.thorough
 def test_pairs_train_like_plain_loops_too():
     name = "perceptron, dropout"
     for pair in pairs(offered(name).techniques, name, 6):

@@ -47,6 +47,7 @@ def run(tmp_path, way: str, micro_batch: int, cap_bytes: int | None = None):
         device.end()
 
 
+@pytest.mark.thorough
 def test_each_way_trains_the_same_and_checkpoints_or_micro_batches_take_less(tmp_path):
     plain = run(tmp_path, "baseline", 512)
     checkpointed = run(tmp_path, "gradient checkpointing", 512)

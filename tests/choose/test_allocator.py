@@ -59,6 +59,7 @@ def test_other_options_come_before_releasing_the_cache_in_the_middle_of_a_step(g
     assert plan(least, only=[]).decisions == ()
 
 
+@pytest.mark.thorough
 def test_the_step_is_simulated_with_the_options_of_the_user(graph, monkeypatch):
     plain = measure(graph, CARD, vram_bytes=None).footprint.total_bytes
     expandable = measure(graph, CARD, vram_bytes=None, decisions=EXPANDABLE).footprint.total_bytes
@@ -71,6 +72,7 @@ def test_the_step_is_simulated_with_the_options_of_the_user(graph, monkeypatch):
     assert plan(plain, alloc_conf="").baseline.total_bytes == plain
 
 
+@pytest.mark.thorough
 def test_what_the_user_has_set_is_changed_only_if_the_step_does_not_fit(graph):
     kept = plan(10**10, only="allocator", alloc_conf="expandable_segments:False")
     assert kept.decisions == () and not any("changes options" in note for note in kept.notes)
@@ -83,6 +85,7 @@ def test_what_the_user_has_set_is_changed_only_if_the_step_does_not_fit(graph):
     assert any("you have set: expandable_segments from False to True" in note for note in found.notes)
 
 
+@pytest.mark.thorough
 def test_a_plan_that_fits_only_with_the_defaults_says_so(graph):
     enough = measure(graph, CARD, vram_bytes=None).footprint.total_bytes
     found = plan(enough, only=[], alloc_conf="roundup_power2_divisions:1,large_segment_size_mb:512")
@@ -90,6 +93,7 @@ def test_a_plan_that_fits_only_with_the_defaults_says_so(graph):
     assert any("would fit with PyTorch's default options" in note for note in found.notes)
 
 
+@pytest.mark.thorough
 def test_a_fraction_of_the_memory_is_a_smaller_budget(graph):
     enough = measure(graph, CARD, vram_bytes=None).footprint.total_bytes
     found = plan(enough, only=[], alloc_conf="per_process_memory_fraction:0.02")

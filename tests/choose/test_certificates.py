@@ -87,6 +87,7 @@ def test_few_ops_are_kept_at_hand(begun):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_search_foresees_what_it_chooses(monkeypatch):
     begun: list[tuple[tuple[Decision, ...], bool]] = []
     rehearsed = Certificates._child

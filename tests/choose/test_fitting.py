@@ -65,6 +65,7 @@ def test_what_is_called_the_smallest_is_near_what_fits(plans):
     assert said and all(total <= reached + 2 * MIB for total in said)
 
 
+@pytest.mark.thorough
 def test_a_larger_budget_buys_no_slower_plan(plans):
     """But for what small segments make of it."""
     times = [plan.peak.step_ns for _, plan in sorted(plans.items()) if plan.fits]
@@ -135,6 +136,7 @@ class PooledNorm(torch.nn.Module):
         return self.norm(x.mean((2, 3))).square().mean()
 
 
+@pytest.mark.thorough
 def test_a_split_that_cannot_be_rehearsed_leaves_the_others():
     with torch.device("meta"):
         model, batch = PooledNorm(), (torch.zeros(4, 4, 64, 64),)
@@ -184,6 +186,7 @@ def layers(*, whole_only: bool = False) -> tuple[torch.nn.Module, tuple[torch.Te
     ],
     ids=("accumulation", "scaler", "refused"),
 )
+@pytest.mark.thorough
 def test_a_way_out_that_cannot_be_taken_is_reported_with_the_reason(options, why):
     """Also where a frozen prefix would be looked for with it."""
     options = {"gpu": "bare", "vram": 64, "fidelity": "partial", "loss_fn": loss_fn, "whole_only": False, **options}

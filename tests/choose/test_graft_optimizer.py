@@ -70,6 +70,7 @@ def from_the_forward_on(graph: StepGraph) -> np.ndarray:
         ("idle", (Precision(dtype="fp16"),)),
     ],
 )
+@pytest.mark.thorough_after(2)
 def test_the_grafted_recording_is_the_recorded_one(name, decisions, sizes, other):
     work = WORKLOADS[name]()
     split = (Accumulation(micro_batch_size=sizes[0], micro_batches=2),) if len(sizes) > 1 else ()

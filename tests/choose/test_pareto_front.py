@@ -76,6 +76,7 @@ def test_less_memory_never_comes_with_a_faster_plan(exact):
         assert smaller.peak.step_ns > larger.peak.step_ns
 
 
+@pytest.mark.thorough
 def test_it_goes_from_the_step_as_it_is_to_the_smallest_plan(exact):
     assert exact.points[0].decisions == ()
     assert exact.points[0].peak.total_bytes == exact.baseline.total_bytes

@@ -256,6 +256,7 @@ def test_an_accumulating_loop_is_the_same_as_gradients_alive(folder, capsys):
     "name, optimizer, technique",
     [("adamw_torch", "adamw", None), ("adamw_bnb_8bit", "adamw", "8bit-optimizer"), ("adafactor", "adafactor", None)],
 )
+@pytest.mark.thorough
 def test_the_names_of_optimizers_in_the_trainer_are_known(folder, capsys, name, optimizer, technique):
     _, plan, _ = run("net.py:build", "--optimizer", name, "--vram", "1GiB", "--json", capsys=capsys)
     assert plan["workload"]["optimizer"] == optimizer

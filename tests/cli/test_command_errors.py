@@ -181,6 +181,7 @@ def build():
 """
 
 
+@pytest.mark.thorough
 def test_arguments_after_two_dashes_go_to_the_users_script_and_stay_in_the_plan(folder, capsys):
     (folder / "script.py").write_text(SCRIPT)
     words = ("--gpu", "bare", "--save", "p.json", "--emit", "emitted.py")
@@ -254,6 +255,7 @@ def test_an_unexpected_fault_of_ours_is_reported_on_one_line_below_its_traceback
     assert captured.err.rstrip().splitlines()[-1] == f"plan: {message}"
 
 
+@pytest.mark.thorough
 def test_with_json_standard_output_is_one_object_whoever_else_prints(folder):
     ran = subprocess.run(
         [sys.executable, "-m", "planner.cli", "net.py:talks", "--gpu", "bare", "--json"],

@@ -124,6 +124,7 @@ def test_the_config_has_what_was_planned(name, folder, tmp_path, monkeypatch, ca
     capsys.readouterr()
 
 
+@pytest.mark.thorough
 def test_without_a_batch_size_the_batch_is_as_large_as_its_baseline_fits(folder, tmp_path, capsys):
     path = tmp_path / "plan.json"
     options = ["--seq-len", "8", "--gpu", "bare", "--vram", "4MiB", "--for", "axolotl", "--save", str(path), "--json"]

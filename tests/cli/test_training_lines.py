@@ -44,6 +44,7 @@ def planned(folder, tmp_path, capsys, *arguments) -> str:
     ("loop", "adapter"),
     [*((loop, ()) for loop in sorted(LOOPS.keys() - PROGRAMS.keys())), ("trainer", ("--lora", "4"))],
 )
+@pytest.mark.thorough_after(2)
 def test_the_printed_lines_train(loop, adapter, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = planned(folder, tmp_path, capsys, "--for", loop, *adapter).partition("paste into your script:\n")[2]
@@ -85,6 +86,7 @@ def test_options_of_the_allocator_come_first(folder, tmp_path, monkeypatch, caps
     ]
 
 
+@pytest.mark.thorough
 def test_the_lines_set_all_options_whatever_the_process_has(folder, tmp_path, monkeypatch, capsys):
     """The lines are run where both variables have other values: PyTorch then reads the options of the plan."""
     monkeypatch.chdir(tmp_path)

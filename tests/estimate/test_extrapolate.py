@@ -78,6 +78,7 @@ def recorded(work, size: int, decisions=()):
         pytest.param("u-net", (Precision(dtype="bf16"),), marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.thorough_after(1)
 def test_the_predicted_recording_is_the_recorded_one(name, decisions):
     work = WORKLOADS[name]()
     two, three = (recorded(work, size, decisions) for size in BASE_SIZES)

@@ -39,6 +39,7 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("name", HISTORIES)
+@pytest.mark.thorough_after(2)
 def test_a_rehearsal_allocates_what_the_card_recorded(name):
     length, backward, mixed, reserved_mib = HISTORIES[name]
     recorded = recorded_sizes(name)

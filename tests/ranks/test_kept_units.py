@@ -66,6 +66,7 @@ def test_a_step_that_gathers_once_has_the_time_and_the_bytes_of_its_recording():
     assert predicted.live_bytes().max() == once.live_bytes().max()
 
 
+@pytest.mark.thorough
 def test_each_micro_batch_gathers_anew():
     sharding = Shard(way="fsdp", mesh=(4,), units=UNITS)
     split = MicroBatching(micro_batches=2, size=2).decisions()

@@ -241,6 +241,7 @@ def together(training: Training) -> list[tuple[dict[str, torch.Tensor], list[flo
 
 
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.thorough_after(3)
 def test_several_cards_train_as_one_does(name):
     training = TRAININGS[name]
     (expected, losses), ranks = run_in_child(lambda: alone(training)), together(training)

@@ -210,6 +210,7 @@ def test_parts_that_start_from_each_other_go_below_one_level(build):
 
 
 @pytest.mark.parametrize(("build", "depth"), [(Skips, 2), (Wide, 4), (Stack, 9), (Routed, 8)])
+@pytest.mark.thorough_after(1)
 def test_the_promise_for_every_division_is_what_its_rehearsal_takes(build, depth):
     work = work_of(build(depth), samples=64)
     found, curve = units(what_if(work))

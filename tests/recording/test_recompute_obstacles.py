@@ -147,6 +147,7 @@ class Transformed(nn.Module):
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "maml"])
 @pytest.mark.parametrize("only", ["checkpoint", "offload", "segment-checkpoint"])
+@pytest.mark.thorough_after(2)
 def test_a_model_that_uses_torch_func_can_be_planned_and_trains_the_same(transform, only):
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), Transformed(transform)), torch.randn(256, SIZE)
@@ -213,6 +214,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     "place", ["list", "nested", "array", "object", "deque", "class", "global", "tensor", "closure", ""]
 )
+@pytest.mark.thorough_after(2)
 def test_a_module_that_counts_its_calls_is_not_recomputed_wherever_it_counts(place):
     plan = plan_of(nn.Sequential(*(Counting(place) for _ in range(4))))
     modules = [name for decision in plan.decisions for name in decision.modules]
@@ -246,6 +248,7 @@ def count_into(seen: list[int], *_: object) -> None:
 
 
 @pytest.mark.parametrize("kind", ["method", "closure", "object", "partial", "method of the model"])
+@pytest.mark.thorough_after(2)
 def test_a_module_with_a_hook_that_counts_is_not_recomputed(kind):
     model, seen = Observed(*(Counting("") for _ in range(4))), [0]
 

@@ -66,12 +66,14 @@ def generating(options: dict) -> object:
 
 @pytest.mark.parametrize("build", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("name", GENERATIONS)
+@pytest.mark.thorough_after(1)
 def test_a_generation_between_the_steps_is_what_really_happens_byte_by_byte(build, name):
     case = Case(build=build, between=(generating(GENERATIONS[name]),))
     assert_equal(truth(case), rehearsal(case))
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "convolutions with batch norm", "u-net"])
+@pytest.mark.thorough_after(3)
 def test_an_evaluation_is_what_really_happens_byte_by_byte(name):
     case = CASES[name]
     given = case.build()[1]

@@ -20,6 +20,7 @@ def case_of(loop: Loop) -> Case:
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.thorough_after(3)
 def test_a_rehearsed_loop_is_what_really_happens_byte_by_byte(name):
     real, rehearsed = truth(case_of(LOOPS[name])), rehearsal(case_of(LOOPS[name]))
     assert [(op.name, op.phase, op.module, op.shapes) for op in real.ops] == [

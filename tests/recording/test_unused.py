@@ -64,6 +64,7 @@ class Penalty(torch.nn.Module):
         return y.mean() + (slope.norm(dim=-1) - 1).square().mean()
 
 
+@pytest.mark.thorough
 def test_modules_that_a_gradient_penalty_goes_through_are_not_recomputed():
     model, batch = Penalty(), torch.zeros(512, 64)
     whole = planner.plan(model, batch, vram=None, gpu="bare").baseline.total_bytes

@@ -76,6 +76,7 @@ def run(request) -> tuple[list[int], bool, list[tuple[Events, ...]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_is_put_together_reserves_what_one_recording_of_all_steps_reserves(run):
     order, holds, moments = run
     graph = recorded(order, holds=holds)

@@ -120,6 +120,7 @@ def assert_same_as_brute(problem: CheckpointProblem, rng: random.Random) -> None
 
 
 @pytest.mark.parametrize("block", range(16))
+@pytest.mark.thorough_after(3)
 def test_the_search_finds_what_trying_everything_finds(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
         rng = random.Random(seed)

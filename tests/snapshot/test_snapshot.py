@@ -242,6 +242,7 @@ def test_a_snapshot_that_is_cut_anywhere_is_refused(tmp_path):
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
+@pytest.mark.thorough
 def test_a_snapshot_with_a_changed_value_is_replayed_or_refused(tmp_path_factory, data):
     snapshot = _worked(capacity_bytes=300 * MIB, seed=data.draw(st.integers(0, 3))).snapshot()
     place = snapshot

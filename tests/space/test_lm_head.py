@@ -109,6 +109,7 @@ def test_a_small_loss_is_left_alone_and_so_is_a_head_that_is_used_twice():
 @pytest.mark.parametrize(
     "others", [(), (Precision(dtype="bf16"),), (Precision(dtype="fp16"),)], ids=["fp32", "bf16", "fp16"]
 )
+@pytest.mark.thorough_after(1)
 def test_what_is_promised_of_a_chunked_loss_is_certified(name, others):
     work, chunked = of(name), ChunkedLoss(module=MODELS[name][2], chunks=4)
     for split, sizes in (((), (4,)), ((Accumulation(micro_batch_size=2, micro_batches=2),), (2, 2))):

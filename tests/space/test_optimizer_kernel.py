@@ -120,6 +120,7 @@ def decisions_for(name: str) -> list:
 
 
 @pytest.mark.parametrize("name", EVERY)
+@pytest.mark.thorough_after(1)
 def test_no_update_goes_below_its_bounds(name, monkeypatch):
     """On a card that launches for nothing, so that bytes alone count; each op's time is rounded."""
     work, seen, card = made(name), [], dataclasses.replace(CARD, launch_ns=0)
@@ -179,6 +180,7 @@ def test_where_updates_matter_one_small_recording_tells(monkeypatch):
 
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "RMSprop"])
 @pytest.mark.parametrize("share", [0.8])
+@pytest.mark.thorough
 def test_what_is_pruned_would_not_have_been_chosen(name, share, monkeypatch):
     work = made(name)
     constraints = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
@@ -212,6 +214,7 @@ PROMISED = {
 
 @pytest.mark.parametrize("share", [0.85])
 @pytest.mark.parametrize("name", PROMISED)
+@pytest.mark.thorough_after(1)
 def test_promise_and_certificate_are_the_same_to_the_byte(name, share):
     work = PROMISED[name]()
     constraints = Constraints(fidelity=Fidelity.EXACT, forced=("optimizer-kernel",), forbidden=())
@@ -221,6 +224,7 @@ def test_promise_and_certificate_are_the_same_to_the_byte(name, share):
     assert plan.solver.promised_bytes == plan.solver.certified_bytes
 
 
+@pytest.mark.thorough
 def test_a_peak_in_the_optimizer_is_lowered_by_one_copy_of_the_parameters():
     work = work_of("adamw")
     whole = plan_workload(work, BARE, vram_bytes=None, constraints=EXACT)

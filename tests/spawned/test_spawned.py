@@ -110,6 +110,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_while_a_thread_holds_a_lock_planning_runs_in_a_process_of_its_own(locked, monkeypatch):
     stages: list[str] = []
     options = {"vram": None, "gpu": "bare", "time_limit": "60s"}
@@ -168,6 +169,7 @@ def test_other_reasons_for_a_process_of_its_own(monkeypatch, reason):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_on_a_system_without_fork_each_rehearsal_gets_a_new_process(monkeypatch):
     options = {"vram": None, "gpu": "bare", "loss_fn": lambda output, batch: 2 * output}
     forked = planner.plan(Tied(), batch(), **options)

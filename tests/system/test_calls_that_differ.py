@@ -134,6 +134,7 @@ def of_calls(step, calls: int) -> int:
         "helper",
     ],
 )
+@pytest.mark.thorough_after(3)
 def test_calls_are_recorded_until_they_repeat(make, calls, period, watched, is_certain):
     graph = recorded(make())
     found = graph.schedule
@@ -184,6 +185,7 @@ def test_no_note_if_later_calls_are_known():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_certificates_of_a_plan_cover_the_same_calls():
     step = updating_every(3)
     plan = planner.plan(network(), BATCH, vram=None, gpu="bare", step=step, progress=False)

@@ -62,6 +62,7 @@ def train(step, batch, steps: int = 10) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", [Checkpoint, Replay], ids=lambda kind: kind.kind)
+@pytest.mark.thorough
 def test_under_a_recomputing_plan_losses_and_gradients_are_those_of_the_original_and_the_loss_falls(task, kind):
     model, batch = task
     plan = planner.plan(
@@ -143,6 +144,7 @@ def test_a_certificate_can_be_had_again_and_says_what_the_plan_says(task, tmp_pa
     assert certificate.certified_bytes == plan.solver.certified_bytes
 
 
+@pytest.mark.thorough
 def test_a_certificate_for_another_model_or_batch_is_refused(task):
     model, batch = task
     plan = planner.plan(model, batch, vram="1GiB", loss_fn=mean_square, gpu="bare")

@@ -136,6 +136,7 @@ def test_a_small_version_of_a_config_trains_on_the_processor(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.thorough
 def test_a_loop_plans_and_trains_on_the_processor(name: str, capsys: pytest.CaptureFixture) -> None:
     if LOOPS[name] is not None:
         pytest.importorskip(LOOPS[name], reason=f"examples/loops/{name}.py needs {LOOPS[name]}")

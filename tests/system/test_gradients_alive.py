@@ -68,6 +68,7 @@ def planned(build, **options):
 
 
 @pytest.mark.parametrize("build", [deep, words])
+@pytest.mark.thorough
 def test_what_is_promised_is_what_a_loop_that_accumulates_holds_at_its_peak(build):
     model, batch, loss_fn = build()
     called = batch[:-1]
@@ -113,6 +114,7 @@ def test_promise_and_certificate_are_the_same_to_the_byte(build, share):
 
 
 @pytest.mark.parametrize("only", ["optimizer", "checkpoint", "accumulation", "precision"])
+@pytest.mark.thorough
 def test_every_technique_keeps_its_promise_beside_them(only):
     plan = planned(words, vram=1, only=only)
     assert not plan.fits

@@ -22,6 +22,7 @@ def planned(model, step, optimizer="adamw", *, vram=None, batch=BATCH, **options
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOOPS if name not in ("WGAN-GP", "shared trunk")])
+@pytest.mark.thorough_after(2)
 def test_the_promise_of_a_plan_is_its_certificate(name):
     loop = LOOPS[name]
     model = loop.model()
@@ -34,6 +35,7 @@ def test_the_promise_of_a_plan_is_its_certificate(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["WGAN-GP", "shared trunk"])
+@pytest.mark.thorough
 def test_what_two_backwards_read_is_promised_with_at_least_its_bytes(name):
     loop = LOOPS[name]
     model = loop.model()
@@ -45,6 +47,7 @@ def test_what_two_backwards_read_is_promised_with_at_least_its_bytes(name):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_techniques_of_the_planners_own_step_are_refused_by_name():
     model = two("G", "D", out=(WIDTH, 1))()
     plan = planned(model, gan, {"G": "adamw", "D": torch.optim.SGD}, vram="1GiB")

@@ -58,6 +58,7 @@ def test_checkpointing_accumulation_fp16_and_8_bits_together_keep_the_effective_
     assert plan.fits and plan.certified
 
 
+@pytest.mark.thorough
 def test_checkpointing_accumulation_fp16_and_8_bits_together_train_as_the_plain_step(recipe):
     plan, model, batch = recipe
     parity = rewrite.verify(plan, model, batch)

@@ -83,11 +83,13 @@ def work(request):
 
 
 @pytest.mark.parametrize("precision", [(), (Precision(dtype="bf16"),)], ids=["fp32", "bf16"])
+@pytest.mark.thorough_after(2)
 def test_a_what_if_recording_without_checkpoints_has_the_curve_of_the_plain_one(work, precision):
     assert units(what_if(work, precision))[1].peak(()) == plain(work, precision).live_bytes().max()
 
 
 @pytest.mark.parametrize("precision", [(), (Precision(dtype="bf16"),)], ids=["fp32", "bf16"])
+@pytest.mark.thorough_after(1)
 def test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step(work, precision):
     found, problem = units(what_if(work, precision))
     generator = random.Random(0)

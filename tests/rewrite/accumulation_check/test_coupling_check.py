@@ -134,6 +134,7 @@ EACH_PRECISION = [("one by one", BF16), ("by two", ()), ("by eight", ()), ("by e
 
 @pytest.mark.parametrize(("parts", "decisions"), EACH_PRECISION)
 @pytest.mark.parametrize("loss_fn", [masked, focal, noisy_sum, contrastive, scripted])
+@pytest.mark.thorough_after(3)
 def test_a_mean_that_no_function_tells_is_refused_where_all_samples_cost_alike(loss_fn, parts, decisions):
     result = step_of(loss_fn, *PARTS[parts], *decisions)
     before = [parameter.clone() for parameter in result.module.parameters()]
@@ -855,6 +856,7 @@ def test_a_slight_difference_is_logged(caplog):
         (8, 2, BF16),
     ],
 )
+@pytest.mark.thorough_after(3)
 def test_a_probe_takes_no_more_memory_than_a_step(size, count, decisions, monkeypatch):
     """Copies to the host are not counted: on the CPU they would be in the same memory."""
     monkeypatch.setattr(sampled_gradient_file, "_spread", lambda gradient, stride: gradient.sum().view(1))

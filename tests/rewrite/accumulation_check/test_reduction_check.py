@@ -431,6 +431,7 @@ def test_models_that_leave_the_number_of_items_alone_are_weighted_by_labels():
     assert largest_relative_error(model, UNEVEN, batches=[batch]) < 1e-12
 
 
+@pytest.mark.thorough
 def test_experts_that_are_balanced_over_the_batch_are_not_split():
     import transformers
 

@@ -85,6 +85,7 @@ def emitted_roberta(tmp_path: pathlib.Path, *decisions, **changes) -> tuple:
 
 
 @each_plan
+@pytest.mark.thorough_after(3)
 def test_a_file_trains_to_the_same_bits_as_the_live_objects(tmp_path, decisions):
     plan, path = emitted_roberta(tmp_path, *decisions)
     emitted = imported(path)
@@ -173,6 +174,7 @@ def test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file(
 
 
 @pytest.mark.parametrize("decisions", [PLANS["plain"], PLANS["everything"]], ids=["plain", "everything"])
+@pytest.mark.thorough
 def test_a_file_runs_alone_and_elsewhere(tmp_path, decisions):
     _, path = emitted_roberta(tmp_path, *decisions)
     elsewhere = tmp_path / "elsewhere"
@@ -301,6 +303,7 @@ def loss(output, batch):
 
 @pytest.mark.parametrize("form", ["{folder}/nets.py:{name}", "nets:{name}"])
 @pytest.mark.parametrize("name", ["make", "make_with_loss"])
+@pytest.mark.thorough_after(2)
 def test_a_model_from_a_callable_is_made_by_the_same_callable(tmp_path, monkeypatch, form, name):
     (tmp_path / "nets.py").write_text(FACTORY)
     factory = imported(tmp_path / "nets.py")

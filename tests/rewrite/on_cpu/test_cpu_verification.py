@@ -173,6 +173,7 @@ def run_here(name: str, *decisions) -> CpuRun:
         ("convolutional", (Precision(dtype="bf16"),)),
     ],
 )
+@pytest.mark.thorough_after(1)
 def test_bytes_of_tensors_at_each_peak_are_those_of_the_rehearsal(name, decisions):
     run = run_here(name, *decisions)
     assert [step.measured_bytes for step in run.steps] == [step.predicted_bytes for step in run.steps]
@@ -181,6 +182,7 @@ def test_bytes_of_tensors_at_each_peak_are_those_of_the_rehearsal(name, decision
     assert bool(run.notes) is (name == "recurrent")
 
 
+@pytest.mark.thorough
 def test_gradients_of_earlier_batches_are_alive_from_the_second_step_on():
     def load(with_weights: bool = True) -> Workload:
         return dataclasses.replace(work_of("words"), gradients_alive=True)
@@ -192,6 +194,7 @@ def test_gradients_of_earlier_batches_are_alive_from_the_second_step_on():
     assert all(step.measured_bytes == step.predicted_bytes > first.predicted_bytes for step in later)
 
 
+@pytest.mark.thorough
 def test_a_rehearsal_that_misses_a_tensor_is_found_out():
     """The first step has no optimizer state at its peak, so it is no prediction for the later ones."""
     work = work_of("words")
@@ -249,6 +252,7 @@ def test_a_live_model_cannot_be_built_in_another_process():
         cpu_verification(plan)
 
 
+@pytest.mark.thorough
 def test_the_command_trains_on_the_cpu_where_there_is_no_card(reference, no_card, capsys, monkeypatch, tmp_path):
     asked = [reference, "--vram", "1MiB", "--gpu", "bare", "--forbid", "offload", "--optimizer", "sgd", "--verify"]
     path = tmp_path / "plan.json"

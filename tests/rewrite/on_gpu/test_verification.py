@@ -77,6 +77,7 @@ def promising(plan: Plan, **peak) -> Plan:
     return dataclasses.replace(plan, peak=dataclasses.replace(plan.peak, **peak))
 
 
+@pytest.mark.thorough
 def test_a_plan_runs_under_its_cap_in_what_it_promised_to_the_byte_and_trains_alike(reference):
     plan = planned(reference, 0.8, forbid=("offload", "accumulation"))
     assert plan.fits and plan.decisions
@@ -101,12 +102,14 @@ def test_the_allocator_gets_the_budget_less_the_context(reference):
     assert asked == [("--cap", str(180 * MIB))]
 
 
+@pytest.mark.thorough
 def test_gradients_that_are_alive_before_the_step_are_alive_when_it_is_measured(reference):
     plan, usual = planned(reference, None, alive=True), planned(reference, None)
     found = verification(plan, run=COUNTED, beside_plain=False)
     assert found.kept and found.planned.allocated_bytes == plan.peak.allocated_bytes > usual.peak.allocated_bytes
 
 
+@pytest.mark.thorough
 def test_without_a_budget_the_baseline_is_measured(reference):
     plan = planned(reference, None)
     found = verification(plan, run=COUNTED)
@@ -114,6 +117,7 @@ def test_without_a_budget_the_baseline_is_measured(reference):
     assert found.parity is None and "is the baseline" in found.why_no_parity
 
 
+@pytest.mark.thorough
 def test_out_of_memory_is_a_broken_promise_that_names_the_op_and_what_was_alive(reference):
     plan = planned(reference, 0.8, optimizer="sgd-momentum", forbid=("offload", "accumulation"))
     found = verification(dataclasses.replace(plan, vram_bytes=plan.peak.total_bytes - 1), run=COUNTED)
@@ -126,6 +130,7 @@ def test_out_of_memory_is_a_broken_promise_that_names_the_op_and_what_was_alive(
 
 
 @pytest.mark.parametrize(("cap_bytes", "phase"), [(1_500_000, "forward"), (4_400_000, "backward")])
+@pytest.mark.thorough
 def test_the_place_where_memory_ran_out_knows_its_phase(reference, cap_bytes, phase):
     found = COUNTED(planned(reference, None), ("--cap", str(cap_bytes), "--find-op"))
     assert found.step == 1 and found.place["phase"] == phase
@@ -168,6 +173,7 @@ def test_on_another_card_the_total_is_not_promised(reference):
     assert of(plan, made_up(), same_card=False).kept
 
 
+@pytest.mark.thorough
 def test_copies_that_do_not_fit_the_card_are_not_compared_and_other_failures_count(reference):
     plan = planned(reference, 0.7)
     no_room = failed("in double", "run", "comparison", "could not run: OutOfMemoryError: CUDA out of memory")

@@ -155,6 +155,7 @@ CLEAN = {
 
 
 @pytest.mark.parametrize("case", CLEAN)
+@pytest.mark.thorough_after(3)
 def test_a_plan_that_trains_alike_passes(case):
     (build, batch), decisions = CLEAN[case]
     options = {"loss_fn": None if isinstance(batch, dict) else cross_entropy}
@@ -200,6 +201,7 @@ def test_every_gradient_of_micro_batches_is_that_of_the_full_batch_below_1e_12()
     assert max(row.measured for row in gradients) < 1e-13
 
 
+@pytest.mark.thorough
 def test_a_plan_of_the_planner_passes():
     model, batch = seeded(roberta), tokens()
     forced = ("checkpoint", "accumulation")
@@ -356,6 +358,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.thorough_after(3)
 def test_a_planted_fault_is_caught(fault, monkeypatch):
     (build, batch), decisions, (place, name, patched), kind = FAULTS[fault]
     options = {"loss_fn": None if isinstance(batch, dict) else cross_entropy}

@@ -341,6 +341,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("widths", [(64, 16, 16), (16, 128, 8), (8, 8, 96), (48, 48, 48)])
+@pytest.mark.thorough
 def test_the_promise_holds_for_each_unit_and_for_many_together(widths):
     work = workload(
         Widths(widths), (torch.zeros(1 << 15, 16), torch.zeros(1 << 15, dtype=torch.long)), loss_fn=cross_entropy,
@@ -410,6 +411,7 @@ def big_batches():
 
 
 @pytest.mark.parametrize("precision", [(), (Precision(dtype="bf16"),)], ids=["fp32", "bf16"])
+@pytest.mark.thorough
 def test_the_promise_of_any_selection_is_what_its_rehearsal_takes(precision):
     work = big_batches()
     found, curve = units(what_if(work, precision))

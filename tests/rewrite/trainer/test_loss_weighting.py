@@ -218,6 +218,7 @@ def test_spans_are_weighted_alike_where_micro_batches_are_of_one_size(samples, t
 @pytest.mark.parametrize(
     ("build", "batch_of"), [(lambda: bert("BertForQuestionAnswering"), spans), (Autoencoder, unlabelled)]
 )
+@pytest.mark.thorough
 def test_parts_of_several_sizes_without_labels_are_refused_when_training_begins(build, batch_of, tmp_path):
     model = seeded(build)
     before = copy.deepcopy(model)

@@ -154,6 +154,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)
+@pytest.mark.thorough_after(2)
 def test_micro_batches_of_any_model_make_up_the_trainers_whole_batch(case, tmp_path):
     build, data_of, module, bound = case
     model = seeded(build).double()
@@ -230,6 +231,7 @@ def test_undo_takes_off_what_accelerate_put_around_the_whole_model(tmp_path):
     assert "forward" not in vars(model)
 
 
+@pytest.mark.thorough
 def test_a_training_goes_on_from_the_trainers_checkpoint_to_the_same_bits(tmp_path):
     plan = plan_for(seeded(roberta), tokens(), IN_TWO, Optimizer(), Checkpoint(modules=("roberta.encoder.layer.1",)))
     found = []
@@ -459,6 +461,7 @@ def test_a_batch_that_is_larger_than_planned_is_refused_in_the_first_steps(tmp_p
         train_beside_the_plan(tmp_path, a_plan(IN_TWO), data=rows(tokens(SAMPLES, 12)))
 
 
+@pytest.mark.thorough
 def test_a_batch_that_is_larger_than_planned_is_logged_later_on(tmp_path, caplog):
     short, long = rows(tokens(2 * SAMPLES, 8)), rows(tokens(SAMPLES, 12))
     plan, changes = a_plan(IN_TWO), {"train_sampling_strategy": "sequential"}
@@ -517,6 +520,7 @@ OWN = 2**16 + SAMPLES * 10
         (None, "WARNING", "could not be measured: there is no CUDA device here"),
     ],
 )  # fmt: skip
+@pytest.mark.thorough_after(2)
 def test_whether_the_promise_was_kept_is_logged_in_one_line(peaks, level, message, tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "planner.rewrite")
     monkeypatch.setattr(memory_promise, "peaks_on", lambda device: peaks)
