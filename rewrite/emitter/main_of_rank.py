@@ -58,9 +58,19 @@ def main_of_rank(model: ModelSource, fragments: Sequence[EmittedCode], arguments
         f'            print(f"step {{step}}: loss {{loss.item() / {cards}:.4f}}")',
         "    if arguments.checkpoint is not None:",
         f"        save_checkpoint(arguments.checkpoint, model, optimizer, done + arguments.steps{scaler})",
+        *([] if any(fragment.shards for fragment in fragments) else _LAST_BARRIER),
         "    torch.distributed.destroy_process_group()",
     ]
     return "\n".join(lines) + "\n"
+
+
+# The reducer of DistributedDataParallel frees the process group while it holds the GIL, and joins the threads of gloo. A
+# thread that frees the tensors of the last collective waits for the GIL, so both would wait forever. A barrier is queued
+# after that thread is done, and has no tensors.
+_LAST_BARRIER = [
+    '    if arguments.device == "cpu":',
+    "        torch.distributed.barrier()  # else gloo may hang when the model is freed",
+]
 
 
 def _arguments(model: ModelSource, fragments: Sequence[EmittedCode]) -> list[str]:

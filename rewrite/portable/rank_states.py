@@ -29,8 +29,7 @@ def receive_from_rank_0(model, whole, device):
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         model.to_empty(device=device)
     refuse_other_model(model)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, whole, options=options)
+    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for buffer in model.buffers():  # a state dict lacks buffers that are not persistent, such as rotary frequencies
         content = buffer.contiguous().flatten().view(torch.uint8)
         torch.distributed.broadcast(content, src=0)
@@ -42,17 +41,21 @@ def refuse_other_model(model):
     """Raise RuntimeError if numbers, flags or shapes differ from those of rank 0, or a tensor is on the meta device."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     found = attributes_of(model) | {f"'{name}'": (list(tensor.shape), tensor.dtype) for name, tensor in tensors}
-    found = {name: repr(value) for name, value in found.items() if "_is_hf_initialized" not in name}
+    unimportant = ("_is_hf_initialized", "_use_kernels", "name_or_path")  # from_pretrained of transformers sets them
+    found = {name: repr(value) for name, value in found.items() if name.strip("'").split(".")[-1] not in unimportant}
     expected = [found]
     torch.distributed.broadcast_object_list(expected, src=0)
     different = [name for name in found | expected[0] if found.get(name) != expected[0].get(name)]
     for name, module in model.named_modules():
-        attributes = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
-        different += [f"'{name}.{key}'".replace("'.", "'") for key, value in attributes.items() if value.is_meta]
-    if different:
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                different.append(f"'{name}.{key}'" if name else f"'{key}'")
+    everywhere = [different] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, different[:3])
+    if names := dict.fromkeys(name for names in everywhere for name in names):
         raise RuntimeError(
-            f"{', '.join(different[:3])}: this part of the model is not what rank 0 has, since the model was built on "
-            "the meta device. Make it a buffer of its own, or build the whole model in each process"
+            f"the model is not that of rank 0, since it was built on the meta device: {', '.join(names)} is different. "
+            "Make each such tensor a buffer of its own, or build the whole model in each process"
         )
 
 
@@ -86,9 +89,10 @@ def training_state(model, optimizer, step, others):
     copy_settings(optimizer, inner)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, state = get_state_dict(model, inner, options=options)
+    nested = "__bnb_optimizer_quant_state__."  # optimizers of bitsandbytes put their state into one more dict
     return {
         "model": weights,
-        "optimizer": state,
+        "optimizer": {name.replace(nested, ""): value for name, value in state.items()},
         "step": step,
         **{name: other.state_dict() for name, other in others.items()},
     }

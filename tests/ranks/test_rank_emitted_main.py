@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from planner.plan_types.decisions import Shard
+from planner.plan_types.decisions import Decision, Optimizer, Precision, Shard
 from planner.rewrite import emit
 from planner.space.sharding import repeated_blocks
 from planner.virtual_gpu.forked_process import Child, run_in_child
@@ -64,11 +64,11 @@ KINDS = {
 SHIFT = "self.register_buffer('shift', torch.rand(2, 16), persistent=False)"
 
 
-def emitted_for_module(folder: pathlib.Path, shard: Shard, more: str = SHIFT) -> pathlib.Path:
+def emitted_for_module(folder: pathlib.Path, *decisions: Decision, more: str = SHIFT) -> pathlib.Path:
     """Writes a model and the emitted file for it."""
     (folder / "net.py").write_text(MODEL.replace("{more}", more))
     model, batch, loss_fn = imported(folder / "net.py").build()
-    plan = plan_for(model, batch, shard, loss_fn=loss_fn, reference=f"{folder / 'net.py'}:build")
+    plan = plan_for(model, batch, *decisions, loss_fn=loss_fn, reference=f"{folder / 'net.py'}:build")
     emit(plan, folder / "train.py")
     return folder / "train.py"
 
@@ -133,24 +133,26 @@ def assert_same_bits(found: pathlib.Path, expected: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "shard",
+    "decisions",
     [
-        Shard(way="ddp", mesh=(2,)),
-        Shard(way="zero1", mesh=(2,)),
-        Shard(way="fsdp", mesh=(2,), units=("0", "1")),
-        Shard(way="fsdp", mesh=(2,), offload=True),
+        (Shard(way="ddp", mesh=(2,)),),
+        (Shard(way="ddp", mesh=(2,)), Precision(dtype="fp16")),
+        (Shard(way="ddp", mesh=(2,)), Optimizer()),
+        (Shard(way="zero1", mesh=(2,)),),
+        (Shard(way="fsdp", mesh=(2,), units=("0", "1")),),
+        (Shard(way="fsdp", mesh=(2,), offload=True),),
     ],
-    ids=["DDP", "ZeRO-1", "FSDP2", "offloaded"],
+    ids=["DDP", "DDP in fp16", "DDP with 8-bit state", "ZeRO-1", "FSDP2", "offloaded"],
 )
-def test_a_resumed_file_prints_and_saves_what_an_uninterrupted_one_does(shard, tmp_path):
-    path, clipped = emitted_for_module(tmp_path, shard), ("--max-grad-norm", 1e-6)
+def test_a_resumed_file_prints_and_saves_what_an_uninterrupted_one_does(decisions, tmp_path):
+    path, clipped = emitted_for_module(tmp_path, *decisions), ("--max-grad-norm", 1e-6)
     whole = run_main(path, 2, "--steps", 4, "--checkpoint", tmp_path / "whole", *clipped)
     first = run_main(path, 2, "--steps", 2, "--checkpoint", tmp_path / "first", *clipped)
     then = run_main(path, 2, "--steps", 2, "--resume", tmp_path / "first", "--checkpoint", tmp_path / "then", *clipped)
     assert whole[0] == first[0] + then[0] and whole[0].count("\n") == 4 and whole[1] == ""
     assert re.findall(r"step (\d):", then[0]) == ["3", "4"]
     assert_same_bits(tmp_path / "then", tmp_path / "whole")
-    means = [value for name, value in content(tmp_path / "whole").items() if name.endswith("exp_avg")]
+    means = [value for name, value in content(tmp_path / "whole").items() if name.endswith(("exp_avg", "state1"))]
     assert 0 < torch.nn.utils.get_total_norm(means) < 1e-6  # a mean of clipped gradients
 
 
@@ -179,7 +181,7 @@ def test_weights_that_rank_0_sends_train_as_weights_that_each_process_loads(kind
 
 def test_a_model_of_the_users_own_is_built_on_rank_0_if_asked_for(tmp_path):
     expanded = "self.register_buffer('shift', torch.rand(16).expand(2, 16), persistent=False)"
-    path = emitted_for_module(tmp_path, Shard(way="fsdp", mesh=(2,), units=("0", "1")), expanded)
+    path = emitted_for_module(tmp_path, Shard(way="fsdp", mesh=(2,), units=("0", "1")), more=expanded)
     plain = run_main(path, 2, "--checkpoint", tmp_path / "plain")
     assert run_main(path, 2, "--meta", "--checkpoint", tmp_path / "meta") == plain
     assert_same_bits(tmp_path / "meta", tmp_path / "plain")
@@ -208,7 +210,7 @@ def print_refusal(file) -> None:
     ids=["a tensor", "a string", "a shared buffer"],
 )
 def test_what_differs_on_the_meta_device_is_named(more, names, tmp_path):
-    path = emitted_for_module(tmp_path, Shard(way="fsdp", mesh=(2,)), more)
+    path = emitted_for_module(tmp_path, Shard(way="fsdp", mesh=(2,)), more=more)
 
     printed = run_main(path, 2, "--meta", change=print_refusal)
     assert names in printed[1] and "step" not in "".join(printed)
