@@ -64,9 +64,9 @@ def main_of_rank(model: ModelSource, fragments: Sequence[EmittedCode], arguments
     return "\n".join(lines) + "\n"
 
 
-# The reducer of DistributedDataParallel frees the process group while it holds the GIL, and joins the threads of gloo. A
-# thread that frees the tensors of the last collective waits for the GIL, so both would wait forever. A barrier is queued
-# after that thread is done, and has no tensors.
+# DistributedDataParallel frees the process group while it has the GIL, and joins the threads of gloo. If one of them
+# frees the tensors of the last collective, it needs the GIL, and both wait forever. A barrier is queued when that
+# thread is done, and has no tensors.
 _LAST_BARRIER = [
     '    if arguments.device == "cpu":',
     "        torch.distributed.barrier()  # else gloo may hang when the model is freed",
