@@ -41,6 +41,10 @@ class EmittedCode:
     """Number of processes that run the file."""
     shards: bool = False
     """True if `rewrite` divides the model among the processes, and moves its part to the device."""
+    receives: bool = False
+    """True if only rank 0 has to build the model with its weights, and `receive_from_rank_0` sends them."""
+    communicates_on_host: bool = False
+    """True if collectives also run on tensors in host memory, such as the norms of offloaded gradients."""
     options: tuple[str, ...] = ()
     """Keyword parameters that the emitted step has because `split` needs them."""
     main_arguments: tuple[str, ...] = ()

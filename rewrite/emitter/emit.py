@@ -18,7 +18,7 @@ from planner.rewrite.emitted_code import WIDTH, EmittedCode, environment_source
 from planner.rewrite.emitter import own_step_source
 from planner.rewrite.emitter.check_source import CheckSource, check_source
 from planner.rewrite.emitter.header import header
-from planner.rewrite.emitter.main_of_rank import main_of_rank
+from planner.rewrite.emitter.main_of_rank import main_of_rank, receives_weights
 from planner.rewrite.emitter.model_source import ModelSource, batch_source, model_source
 from planner.rewrite.emitter.optimizer_source import optimizer_source
 from planner.rewrite.portable.loss_and_clipping import clip_gradients
@@ -96,6 +96,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py", folder: pathlib.Path
         )
         + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
+        *([model.structure] if receives_weights(model, fragments) else []),
         _rewrite(plan, fragments),
         *(_own_step(plan, fragments) if is_own else _planners_step(plan, fragments, model)),
         *(
@@ -172,8 +173,15 @@ def _merged(lines: set[str]) -> set[str]:
             names.setdefault(module, set()).update(imported.split(", "))
     ordered = {module: sorted(each, key=lambda name: (not name[0].isupper(), name)) for module, each in names.items()}
     return {line for line in lines if not line.startswith("from ")} | {
-        f"from {module} import {', '.join(each)}" for module, each in ordered.items()
+        _from_statement(module, each) for module, each in ordered.items()
     }
+
+
+def _from_statement(module: str, names: list[str]) -> str:
+    """Return the import statement as `ruff format` writes it, with one name on each line if it is long."""
+    line = f"from {module} import {', '.join(names)}"
+    each = "".join(f"    {name},\n" for name in names)
+    return line if len(line) <= WIDTH else f"from {module} import (\n{each})"
 
 
 def _without_repetition(groups: Iterable[Iterable[str]]) -> list[list[str]]:
@@ -342,9 +350,9 @@ def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: 
     ]
     named = [*(["scaler=scaler"] if scaled else []), *own]
     call = f"training_step({', '.join(['model', 'optimizer', 'batch', *named])})"
-    if (cards := max((fragment.cards for fragment in fragments), default=1)) > 1:
-        is_sharded = any(fragment.shards for fragment in fragments)
-        return main_of_rank(model, call, scaled=scaled, cards=cards, is_sharded=is_sharded)
+    if any(fragment.cards > 1 for fragment in fragments):
+        clip = ["max_grad_norm=arguments.max_grad_norm"]
+        return main_of_rank(model, fragments, [*named, *clip])
     lines = [
         "def main():",
         '    parser = argparse.ArgumentParser(description="Train a few steps on random data.")',

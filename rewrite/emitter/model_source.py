@@ -42,6 +42,11 @@ class ModelSource:
     """Arguments that `main` passes to `build`."""
     arguments: tuple[str, ...] = ()
     """Lines of `main` that add arguments to `parser`."""
+    structure: str = ""
+    """Source of the function `build_structure`, which takes the arguments of `build`, and builds the same model on the
+    meta device; empty if there is none."""
+    structure_is_asked_for: bool = False
+    """True if the model may need real tensors, so that `build_structure` is called only if the user asks for it."""
     returns_model_output: bool = False
     """True if the output of the model is known to have the attribute `loss`."""
     config: dict[str, object] = dataclasses.field(default_factory=dict)
@@ -100,9 +105,36 @@ def build(weights=None):
         constants=(assignment("CONFIG", config),),
         build_arguments="arguments.weights",
         arguments=('parser.add_argument("--weights", help="folder of pretrained weights (default: random)")',),
+        structure=_structure(
+            kind,
+            dtype,
+            "weights=None",
+            "kind.from_dict(CONFIG) if weights is None else kind.from_pretrained(weights)",
+        ),
         returns_model_output=True,
         config=config,
     )
+
+
+def _structure(kind: str, dtype: str, parameters: str, config: str, adapters: str = "") -> str:
+    """Return the source of `build_structure` for a transformers model.
+
+    Args:
+        kind: name of the model's class.
+        dtype: dtype of the model's parameters, without 'torch.'.
+        parameters: those of `build_structure`.
+        config: expression for the configuration, given the class `kind` of the configuration.
+        adapters: statements that add adapters to `model`.
+    """
+    built = f"transformers.{kind}._from_config(config, dtype=torch.{dtype})"
+    body = f"model = {built}\n{adapters}return model\n" if adapters else f"return {built}\n"
+    return f'''\
+def build_structure({parameters}):
+    """Build the same model on the meta device, where tensors have no values."""
+    kind = transformers.{kind}.config_class
+    config = {config}
+    with torch.device("meta"):
+{textwrap.indent(body, " " * 8)}'''
 
 
 def _adapted_source(plan: Plan, config: dict[str, object], hub_id: str | None = None) -> ModelSource:
@@ -117,6 +149,11 @@ def build(weights):
         imports=("import peft", "import transformers"),
         build_arguments="arguments.weights",
         arguments=(f'parser.add_argument("--weights", {source}, help="folder or hub id of pretrained weights")',),
+        structure=_structure(
+            str(plan.model.architecture), plan.model.dtype, "weights", "kind.from_pretrained(weights)", _adapters(plan)
+        )
+        if plan.model.adapter is not None and not plan.model.adapter.folder
+        else "",  # PEFT loads an adapter with its weights
         returns_model_output=True,
         config=config,
     )
@@ -162,6 +199,7 @@ def build():
     return transformers.{kind}.from_pretrained({literal(reference)}, dtype=torch.{dtype})
 ''',
         imports=("import transformers",),
+        structure=_structure(kind, dtype, "", f"kind.from_pretrained({literal(reference)})"),
         returns_model_output=True,
     )
 
@@ -211,7 +249,17 @@ def _callable_source(plan: Plan, location: str, name: str, folder: pathlib.Path 
         imports=(*imports, *_loss_imports(plan), *(["import dataclasses"] if _takes_dataclass(plan) else [])),
         own_imports=own_imports,
         target="model, loss_fn" if loss_fn else "model",
+        structure=_CALLED_STRUCTURE,
+        structure_is_asked_for=True,
     )
+
+
+_CALLED_STRUCTURE = '''\
+def build_structure():
+    """Build the same on the meta device, where tensors have no values."""
+    with torch.device("meta"):
+        return build()
+'''
 
 
 def _path_from(folder: pathlib.Path | None, path: pathlib.Path) -> str:

@@ -28,6 +28,15 @@ from planner.rewrite.loss_terms import loss_terms_of, terms_source
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
 from planner.rewrite.portable.loss_and_clipping import weighted
 from planner.rewrite.portable.loss_terms import share_of_rank
+from planner.rewrite.portable.rank_states import (
+    copy_settings,
+    load_checkpoint,
+    receive_from_rank_0,
+    refuse_other_model,
+    save_checkpoint,
+    training_state,
+)
+from planner.rewrite.portable.recompute_check import attributes_of
 from planner.rewrite.rewriting import Change, Rewriting
 
 
@@ -72,7 +81,8 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     names = ("replicate", "shard")[-len(decision.mesh) :]
-    if torch.distributed.get_backend() == "nccl":  # the model may be on the host: FSDP2 moves one unit after the other
+    if "nccl" in torch.distributed.get_backend_config():
+        # The model may be on the host: FSDP2 moves one unit after the other.
         rewriting.device_type = "cuda"
     mesh = init_device_mesh(rewriting.device_type, decision.mesh, mesh_dim_names=names)
     options: dict[str, Any] = {"mesh": mesh}
@@ -139,9 +149,19 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     """Return the code that does the same as `shard` in an emitted file, which torchrun starts on each card."""
     terms = terms_source(plan)
     functions: list[Callable] = [share_of_rank, count_samples, map_tensors, weighted]
+    receives = decision.way == "fsdp" and not decision.offload  # set_model_state_dict needs all tensors on one device
+    if receives:
+        functions += [receive_from_rank_0, refuse_other_model, attributes_of]
+    functions += [save_checkpoint, load_checkpoint, training_state, copy_settings]
+    imported = ["StateDictOptions", "get_state_dict", *(["set_model_state_dict"] if receives else []), "set_state_dict"]
     named = ", not_by_sample=NOT_BY_SAMPLE" if plan.workload.not_by_sample else ""
     common = dataclasses.replace(
         terms,
+        imports=(
+            *terms.imports,
+            "import torch.distributed.checkpoint",
+            f"from torch.distributed.checkpoint.state_dict import {', '.join(imported)}",
+        ),
         functions=(*terms.functions, *map(inspect.getsource, functions)),
         share=f"share_of_rank(batch, batch_size=BATCH_SIZE, loss_terms=loss_terms{named})",
         cards=decision.cards,
@@ -150,7 +170,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
         return dataclasses.replace(
             common,
             imports=(
-                *terms.imports,
+                *common.imports,
                 "from torch.nn.parallel import DistributedDataParallel",
                 *(["from torch.distributed.optim import ZeroRedundancyOptimizer"] if decision.way == "zero1" else []),
             ),
@@ -168,7 +188,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     return dataclasses.replace(
         common,
         imports=(
-            *terms.imports,
+            *common.imports,
             "from torch.distributed.device_mesh import init_device_mesh",
             f"from torch.distributed.fsdp import {'CPUOffloadPolicy, ' if decision.offload else ''}fully_shard",
         ),
@@ -187,6 +207,8 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
             "fully_shard(model, **options)\n",
         ),
         shards=True,
+        receives=receives,
+        communicates_on_host=decision.offload,
     )
 
 
