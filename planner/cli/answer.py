@@ -12,12 +12,12 @@ from typing import Any
 
 from planner import pipeline, questions
 from planner.advice import advised, refuse_hopeless
-from planner.cli.option_checks import names, option
+from planner.cli.option_checks import CARDS_LOOPS, names, option
 from planner.cli.training_lines import LOOPS
 from planner.default_batch import with_default_batch
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.fewest_cards import plan_on_cards
-from planner.for_program import plan_for_program, terms_for
+from planner.for_program import UNSUPPORTED, plan_for_program, terms_for
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
 from planner.plan_types.constraints import Constraints, known_kinds, parse_constraints
@@ -26,6 +26,7 @@ from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.replan import replan
+from planner.rewrite.trainer.on_cards import LIBRARY
 from planner.run_memory.lengths import read_lengths
 from planner.space.sharding import Cards, several_cards
 from planner.whole_run.request import RunRequest, plan_step_or_run
@@ -67,8 +68,8 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     watch.stage("loading the model")
     if options.margin is not None and options.vram is None and not options.smallest_card:
         raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
-    _refuse_forced(options)
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
+    _refuse_forced(options, optimizer)
     load = functools.partial(
         _load_noted,
         _allocator_notes(options),
@@ -84,7 +85,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     )
     if options.loop in PROGRAMS:
         return _for_program(options, load, optimizer, kinds, watch)
-    constraints = _constraints(options, force=kinds, forbid=LOOPS[options.loop] if options.loop else ())
+    constraints = _constraints(options, force=kinds, forbid=_unsupported(options, optimizer))
     if options.smallest_card:
         conf = with_allocator_options(resolve_card("generic", None), options.alloc_conf)[0].alloc_conf
         workload = load(batch_size=options.batch_size, seq_len=options.seq_len)
@@ -152,6 +153,7 @@ def _cards(options: argparse.Namespace) -> Cards | None:
         offload=options.offload_shards,
         per_node=options.cards_per_node,
         link=options.link,
+        prepared_by=LIBRARY if options.loop in CARDS_LOOPS else "",
     )
 
 
@@ -183,9 +185,22 @@ def _run_request(options: argparse.Namespace) -> RunRequest:
     )
 
 
-def _refuse_forced(options: argparse.Namespace) -> None:
+def _unsupported(options: argparse.Namespace, optimizer: str) -> tuple[str, ...]:
+    """Returns the techniques that the loop of --for does not support.
+
+    On several cards the Trainer and accelerate follow settings alone, as programs with a config do.
+    """
+    if options.loop is None:
+        return ()
+    if options.loop in CARDS_LOOPS and options.cards not in (None, 1):
+        kernels = () if optimizer == "adamw" else ("optimizer-kernel",)  # a name sets a kernel only for AdamW
+        return (*UNSUPPORTED, *kernels)
+    return LOOPS[options.loop]
+
+
+def _refuse_forced(options: argparse.Namespace, optimizer: str) -> None:
     """Refuses --force with a technique that the loop of --for does not support."""
-    unsupported = LOOPS[options.loop] if options.loop else ()
+    unsupported = _unsupported(options, optimizer)
     if both := sorted(set(unsupported) & set(known_kinds(names(options.force)))):
         raise DecisionError(
             f"--force {both[0]} cannot be combined with --for {options.loop}, because this kind of training loop does "

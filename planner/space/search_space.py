@@ -204,7 +204,9 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
     if is_sharded and "bf16" in card.native_dtypes and not constraints.force(Precision):
         if not constraints.allow(Precision) and not constraints.force(ShardedPrecision):
             return ((),)  # who forbids autocast does not expect it under another name
-        return _alternatives(constraints, ShardedPrecision, None if why_not else (ShardedPrecision(),), why_not)
+        is_prepared = any(decision.preparing_library for decision in workload.sharding)
+        policy = {"reduce_dtype": "bf16", "without_autocast": True} if is_prepared else {}
+        return _alternatives(constraints, ShardedPrecision, None if why_not else (ShardedPrecision(**policy),), why_not)
     if constraints.force(ShardedPrecision):
         raise DecisionError(
             f"sharded-precision is forced, but parameters are {'not gathered in bf16' if is_sharded else 'not sharded'}"
