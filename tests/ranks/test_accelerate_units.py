@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import pathlib
+import tempfile
+from types import SimpleNamespace
+
+import peft
 import pytest
 import torch
 import transformers
 import yaml
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from planner.errors import WorkloadError
-from planner.plan_types.decisions import Shard
+from planner import pipeline, profiles
+from planner.checkpointed_ways import with_checkpointed
+from planner.cli.training_lines import training_lines
+from planner.errors import DecisionError, WorkloadError
+from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.decisions import Accumulation, Decision, OptimizerKernel, Precision, Shard, ShardedPrecision
+from planner.plan_types.plan import Plan
+from planner.recompute.units import whole_modules
+from planner.rewrite.trainer.apply import apply_for_trainer
+from planner.rewrite.trainer.arguments import training_arguments
+from planner.rewrite.trainer.on_cards import accelerate_config
 from planner.space.accelerate_units import blocks_of
 from planner.space.sharding import Cards, repeated_blocks, shardings
-from tests.support.accelerate_ranks import wrapped_by_accelerate
+from planner.workload.workload import Workload, workload
+from tests.support.accelerate_ranks import launcher_environment, plugin, wrapped_by_accelerate
 
+ANYTHING = parse_constraints(fidelity="rounded", force=(), forbid=(), only=None, max_slowdown=None, margin=None)
 SMALL = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64,
     "d_model": 16, "num_key_value_heads": 2, "n_layer": 2, "n_head": 2, "n_embd": 16, "encoder_layers": 2,
@@ -52,3 +75,185 @@ def test_units_are_those_that_accelerate_makes(name, tied):
     assert [(names, keeps) for names, keeps in units] == [((name,), True) for name in shard.units]
     assert tail == ([(shard.tail, False)] if shard.tail else [])
     assert last == (("",), None)
+
+
+def test_units_of_a_model_with_adapters_are_those_that_accelerate_makes():
+    model = peft.get_peft_model(built("llama"), peft.LoraConfig(r=4, target_modules="all-linear"))
+    shard = planned(model)
+    *units, tail, last = wrapped_by_accelerate(model, shard.classes)
+    assert units == [((name,), True) for name in shard.units]
+    assert (tail, last) == ((shard.tail, False), (("",), None))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "vit"])
+def test_checkpointed_modules_are_those_that_accelerate_wraps(name):
+    model = built(name)
+    shard = planned(model)
+    blocks = blocks_of(model, shard.classes)
+    state = SimpleNamespace(fsdp_plugin=plugin(shard.classes))
+    fsdp2_apply_ac(SimpleNamespace(state=state), model)
+    inner = "._checkpoint_wrapped_module"
+    assert sorted(blocks) == sorted(
+        path.removesuffix(inner) for path, _ in model.named_modules() if path.endswith(inner)
+    )
+
+
+def test_a_model_without_repeated_blocks_has_the_units_of_a_policy_that_wraps_nothing():
+    model = torch.nn.Linear(4, 4)
+    shard = planned(model)
+    assert (shard.classes, shard.units, shard.tail) == ((), (), ())
+    assert wrapped_by_accelerate(model, ()) == [(("",), None)]
+
+
+def test_a_model_that_has_no_embeddings_to_ask_for_is_refused():
+    class Odd(torch.nn.Linear):
+        def get_input_embeddings(self):
+            raise NotImplementedError
+
+    with pytest.raises(WorkloadError, match="accelerate asks Odd for its embeddings.*plan with --sharding ddp"):
+        shardings(Odd(4, 4), Cards(count=2, prepared_by="accelerate"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"way": "zero1"}, "accelerate has no ZeRO-1"),
+        ({"mesh": (2, 2)}, "a mesh"),
+        ({"offload": True}, "shards in host"),
+    ],
+)
+def test_ways_that_accelerate_does_not_have_or_that_are_not_planned_are_refused(arguments, message):
+    with pytest.raises(WorkloadError, match=message):
+        Cards(count=4, prepared_by="accelerate", **arguments)
+
+
+# ---- activation checkpointing -------------------------------------------------------------------------------------
+
+
+def ways(dropout: float) -> tuple[Workload, ...]:
+    config = transformers.AutoConfig.for_model("llama", **SMALL, attention_dropout=dropout)
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    work = workload(model, {"input_ids": ids, "labels": ids})
+    return with_checkpointed(
+        [
+            dataclasses.replace(work, sharding=(way,))
+            for way in shardings(model, Cards(count=2, prepared_by="accelerate"))
+        ],
+        profiles.bare(),
+        None,
+    )
+
+
+def test_each_way_is_tried_without_and_with_activation_checkpointing():
+    kinds = [tuple(decision.kind for decision in work.sharding) for work in ways(0.0)]
+    assert kinds == 3 * [("shard",), ("shard", "checkpoint")]
+
+
+def test_blocks_with_dropout_are_not_checkpointed_with_fsdp():
+    found = ways(0.1)
+    assert [len(work.sharding) for work in found] == [1, 2, 1, 1]  # only copies of the model are checkpointed
+    assert "other random numbers, and 'model.layers.0.self_attn' draws some" in found[-1].notes[-1]
+
+
+# ---- settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = built("llama")
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    work = workload(model, {"input_ids": ids, "labels": ids})
+    divided = dataclasses.replace(work, sharding=(planned(model),))
+    return pipeline.plan_workload(divided, profiles.bare(), vram_bytes=None, constraints=ANYTHING)
+
+
+def with_decisions(plan: Plan, shard: Shard, *more: Decision) -> Plan:
+    return dataclasses.replace(plan, decisions=(shard, *more))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_both_libraries_read_what_the_plan_says(plan, keeps, checkpoints, is_bf16, monkeypatch):
+    shard = planned(built("llama"))
+    shard = dataclasses.replace(shard, kept=shard.units if keeps else ())
+    more = [Accumulation(micro_batch_size=1, micro_batches=2)]
+    more += [whole_modules(("model.layers.0", "model.layers.1"))] if checkpoints else []
+    more += [ShardedPrecision(reduce_dtype="bf16", without_autocast=True)] if is_bf16 else []
+    chosen = with_decisions(plan, shard, *more)
+    # transformers' Trainer, whose arguments set a variable of the environment
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    arguments = transformers.TrainingArguments(**training_arguments(chosen, output_dir="out"), use_cpu=True)
+    assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (1, 2)
+    assert arguments.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
+    assert (arguments.mixed_precision, arguments.use_cache) == ("bf16" if is_bf16 else "no", False)
+    by_trainer = FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
+    # accelerate's launcher
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "accelerate.yaml")
+        path.write_text(accelerate_config(chosen))
+        config = load_config_from_file(str(path))
+    assert (config.distributed_type, config.num_processes, config.num_machines) == ("FSDP", 2, 1)
+    assert set(config.fsdp_config) == {f"fsdp_{name}" for name in (*LAUNCHED, "version", "offload_params")}
+    for name, value in launcher_environment(accelerate_config(chosen)).items():
+        if name.startswith(("FSDP", "ACCELERATE")):
+            monkeypatch.setenv(name, value)
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == ("bf16" if is_bf16 else "no")
+    by_launcher = FullyShardedDataParallelPlugin()
+    for read in (by_trainer, by_launcher):
+        assert read.fsdp_version == 2 and read.reshard_after_forward is not keeps
+        assert read.activation_checkpointing is checkpoints and read.cpu_ram_efficient_loading
+        assert read.auto_wrap_policy is transformer_auto_wrap_policy
+        assert read.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]
+        assert read.cpu_offload == OffloadPolicy()
+    # AcceleratorState.__init__ sets the policy from the precision
+    if is_bf16:
+        by_trainer.set_mixed_precision("bf16")
+        assert dataclasses.astuple(by_trainer.mixed_precision_policy)[:3] == 3 * (torch.bfloat16,)
+
+
+LAUNCHED = (
+    "auto_wrap_policy", "transformer_layer_cls_to_wrap", "reshard_after_forward", "activation_checkpointing",
+    "cpu_ram_efficient_loading",
+)  # fmt: skip
+
+
+def test_copies_of_the_model_have_settings_of_their_own(plan):
+    shard = Shard(way="ddp", mesh=(16,), prepared_by="accelerate")
+    chosen = with_decisions(plan, shard, Precision(dtype="bf16"), whole_modules(("model.layers.0", "model.layers.1")))
+    settings = training_arguments(chosen, output_dir="out")
+    arguments = transformers.TrainingArguments(**settings, use_cpu=True)
+    assert arguments.activation_checkpointing and arguments.activation_checkpointing_kwargs == {"use_reentrant": False}
+    assert arguments.ddp_find_unused_parameters is False and arguments.fsdp_plugin_args is None and arguments.bf16
+    config = yaml.safe_load(accelerate_config(chosen, machines=2))
+    assert "fsdp_config" not in config and config["distributed_type"] == "MULTI_GPU"
+    assert (config["num_processes"], config["num_machines"], config["mixed_precision"]) == (16, 2, "bf16")
+
+
+def test_a_plan_that_neither_library_follows_is_refused(plan):
+    other = with_decisions(plan, Shard(way="fsdp", mesh=(2,), units=("model.layers.0",)))
+    for use in (accelerate_config, training_arguments):
+        with pytest.raises(DecisionError, match="2 cards in a way that neither the Trainer nor accelerate has"):
+            use(other)
+    with pytest.raises(DecisionError, match="the Trainer itself prepares the model for several cards"):
+        apply_for_trainer(with_decisions(plan, planned(built("llama"))), built("llama"))
+
+
+def test_an_argument_that_contradicts_the_plan_is_refused(plan):
+    chosen = with_decisions(plan, planned(built("llama")))
+    with pytest.raises(DecisionError, match="fsdp=False contradicts the plan"):
+        training_arguments(chosen, fsdp=False)
+
+
+def test_lines_train_on_the_planned_cards(plan):
+    fused = OptimizerKernel(kernel="fused")
+    chosen = with_decisions(plan, planned(built("llama")), Accumulation(micro_batch_size=1, micro_batches=2), fused)
+    trainer, accelerate = (training_lines(chosen, loop, None) for loop in ("trainer", "accelerate"))
+    for text in (trainer, accelerate):
+        compile(text, "lines", "exec")
+    assert 'os.environ["ACCELERATE_USE_FSDP"] = "true"' in trainer and "torchrun --nproc-per-node 2" in trainer
+    assert "'transformer_layer_cls_to_wrap': ['LlamaDecoderLayer']" in trainer and "apply_for_trainer" not in trainer
+    assert "num_steps=2, sync_each_batch=True" in accelerate and "lr=1e-4, fused=True" in accelerate
+    with pytest.raises(DecisionError, match="loop does not prepare a model for several cards"):
+        training_lines(chosen, "loop", None)

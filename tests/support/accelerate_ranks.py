@@ -80,6 +80,18 @@ def in_processes(environment: dict[str, str], cards: int, run: Callable[[Any], T
         return [child.result() for child in children]
 
 
+def plugin(classes: tuple[str, ...]) -> Any:
+    """Returns accelerate's settings of FSDP2 for a model with units of these classes."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    policy = "TRANSFORMER_BASED_WRAP" if classes else "NO_WRAP"
+    made = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy=policy, transformer_cls_names_to_wrap=list(classes) or None,
+        cpu_ram_efficient_loading=False,
+    )  # fmt: skip
+    return made
+
+
 def wrapped_by_accelerate(
     model: torch.nn.Module, classes: tuple[str, ...]
 ) -> list[tuple[tuple[str, ...], bool | None]]:
@@ -87,15 +99,9 @@ def wrapped_by_accelerate(
 
     The calls are recorded without a process group. A module counts as sharded from then on.
     """
-    from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from torch.distributed import fsdp
 
-    policy = "TRANSFORMER_BASED_WRAP" if classes else "NO_WRAP"
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy=policy, transformer_cls_names_to_wrap=list(classes) or None,
-        cpu_ram_efficient_loading=False,
-    )  # fmt: skip
     paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
     calls: list[tuple[tuple[str, ...], bool | None]] = []
 
@@ -107,7 +113,7 @@ def wrapped_by_accelerate(
 
     shard, fsdp.fully_shard = fsdp.fully_shard, record
     try:
-        state = SimpleNamespace(fsdp_plugin=plugin)
+        state = SimpleNamespace(fsdp_plugin=plugin(classes))
         fsdp2_prepare_model(SimpleNamespace(state=state, mixed_precision="no", is_main_process=False), model)
     finally:
         fsdp.fully_shard = shard
