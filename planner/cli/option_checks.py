@@ -67,16 +67,6 @@ def _refuse_for_cards(options: argparse.Namespace, used: set[str]) -> None:
     refused = dict(_NOT_FOR_CARDS)
     if options.loop in CARDS_LOOPS:
         del refused["loop"]
-        if options.sharding == "zero1":
-            raise WorkloadError(
-                f"--sharding zero1 cannot be combined with --for {options.loop}: accelerate divides the optimizer state "
-                "alone only by DeepSpeed, whose memory cannot be certified; give ddp, zero2 or fsdp, or leave it out"
-            )
-        for name in sorted(used & {"mesh", "offload_shards"}):
-            raise WorkloadError(
-                f"{option(name)} cannot be combined with --for {options.loop}: it is planned only for the file that "
-                "--emit writes; leave one of them out"
-            )
         if options.emit is not None and emitted_form(options) != _CARDS_FORMS[options.loop]:
             raise WorkloadError(
                 f"--emit {options.emit} is not what {options.loop} reads: name a file that ends in "
@@ -156,7 +146,7 @@ _NOT_FOR_PROGRAMS = {
 CARDS_LOOPS: tuple[Loop, ...] = ("trainer", "accelerate")
 """Loops that train on several cards by settings of accelerate, which prepares the model."""
 _CARDS_FORMS: dict[str, str] = {"trainer": "json", "accelerate": "config"}
-"""What --emit writes for these loops."""
+"""The form of the file that --emit writes for these loops."""
 _NOT_FOR_CARDS = {
     **dict.fromkeys(_OF_RUN, "one step is planned for several cards, not the whole run; leave it out"),
     **dict.fromkeys(("tradeoff", "largest_batch", "smallest_card"), "ask it for one card"),

@@ -205,8 +205,8 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
         if not constraints.allow(Precision) and not constraints.force(ShardedPrecision):
             return ((),)  # who forbids autocast does not expect it under another name
         is_prepared = any(decision.preparing_library for decision in workload.sharding)
-        policy = {"reduce_dtype": "bf16", "without_autocast": True} if is_prepared else {}
-        return _alternatives(constraints, ShardedPrecision, None if why_not else (ShardedPrecision(**policy),), why_not)
+        policy = ShardedPrecision(reduce_dtype="bf16" if is_prepared else "fp32", without_autocast=is_prepared)
+        return _alternatives(constraints, ShardedPrecision, None if why_not else (policy,), why_not)
     if constraints.force(ShardedPrecision):
         raise DecisionError(
             f"sharded-precision is forced, but parameters are {'not gathered in bf16' if is_sharded else 'not sharded'}"

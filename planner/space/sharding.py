@@ -69,8 +69,8 @@ class Cards:
         """Raises `WorkloadError` for ways that cannot be planned as accelerate prepares the model."""
         if self.way == "zero1":
             raise WorkloadError(
-                f"{self.prepared_by} has no ZeRO-1 but DeepSpeed's, whose memory cannot be certified: choose ddp, zero2 "
-                "or fsdp, or leave the sharding out"
+                f"{self.prepared_by} has no ZeRO-1 but DeepSpeed's, whose memory cannot be certified: choose ddp, "
+                "zero2 or fsdp, or leave the sharding out"
             )
         for is_given, what in ((self.mesh is not None, "a mesh"), (self.offload, "shards in host memory")):
             if is_given:

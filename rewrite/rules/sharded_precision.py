@@ -39,7 +39,7 @@ def sharded_precision_source(plan: Plan, decision: ShardedPrecision) -> EmittedC
     device = '"cuda" if torch.cuda.is_available() else "cpu"' if is_on_host else "next(model.parameters()).device.type"
     arguments = f"param_dtype={DTYPES[decision.dtype]}, reduce_dtype={DTYPES[decision.reduce_dtype]}"
     if decision.without_autocast:
-        arguments += f", output_dtype={DTYPES[decision.dtype]}"
+        arguments = f"\n    {arguments}, output_dtype={DTYPES[decision.dtype]}\n"
     return EmittedCode(
         imports=("from torch.distributed.fsdp import MixedPrecisionPolicy",),
         constants=(f"SHARDED_PRECISION = MixedPrecisionPolicy({arguments})",),

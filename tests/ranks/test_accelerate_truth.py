@@ -63,7 +63,7 @@ def layers():
 
 ANYTHING = parse_constraints(fidelity="rounded", force=(), forbid=(), only=None, max_slowdown=None, margin=None)
 SMALLEST_BYTES = 256
-"""Smaller storages are not compared: the step weighs losses by numbers of labels, which accelerate leaves to the user."""
+"""Smaller storages are not compared. Our step weighs losses by numbers of labels, which accelerate does not do."""
 
 
 def planned(build, way: str, *extra: Decision, is_checkpointed: bool = False) -> tuple[RankCase, Plan]:

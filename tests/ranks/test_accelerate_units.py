@@ -45,10 +45,12 @@ SMALL = {
     "max_position_embeddings": 32, "word_embed_proj_dim": 16, "pad_token_id": 0,
 }  # fmt: skip
 MODELS = {
-    "llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "qwen2": "Qwen2ForCausalLM", "mixtral": "MixtralForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "opt": "OPTForCausalLM", "gpt_neox": "GPTNeoXForCausalLM", "bert": "BertForMaskedLM",
-    "roberta": "RobertaForSequenceClassification", "t5": "T5ForConditionalGeneration", "distilbert": "DistilBertForMaskedLM",
-    "bart": "BartForConditionalGeneration", "bloom": "BloomForCausalLM", "phi": "PhiForCausalLM", "vit": "ViTForImageClassification",
+    "bart": "BartForConditionalGeneration", "bert": "BertForMaskedLM", "bloom": "BloomForCausalLM",
+    "distilbert": "DistilBertForMaskedLM", "gemma2": "Gemma2ForCausalLM", "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM",
+    "opt": "OPTForCausalLM", "phi": "PhiForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "roberta": "RobertaForSequenceClassification", "t5": "T5ForConditionalGeneration",
+    "vit": "ViTForImageClassification",
 }  # fmt: skip
 
 
@@ -110,7 +112,7 @@ def test_a_model_that_has_no_embeddings_to_ask_for_is_refused():
         def get_input_embeddings(self):
             raise NotImplementedError
 
-    with pytest.raises(WorkloadError, match="accelerate asks Odd for its embeddings.*plan with --sharding ddp"):
+    with pytest.raises(WorkloadError, match="accelerate asks Odd for its embeddings"):
         shardings(Odd(4, 4), Cards(count=2, prepared_by="accelerate"))
 
 

@@ -85,11 +85,10 @@ def plugin(classes: tuple[str, ...]) -> Any:
     from accelerate import FullyShardedDataParallelPlugin
 
     policy = "TRANSFORMER_BASED_WRAP" if classes else "NO_WRAP"
-    made = FullyShardedDataParallelPlugin(
+    return FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy=policy, transformer_cls_names_to_wrap=list(classes) or None,
         cpu_ram_efficient_loading=False,
     )  # fmt: skip
-    return made
 
 
 def wrapped_by_accelerate(
