@@ -17,24 +17,32 @@ from collections.abc import Sequence
 import torch
 
 from planner import pipeline
+from planner.errors import DecisionError
 from planner.plan_types.decision_base import Decision
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.recompute.units import whole_modules
+from planner.recompute.units import CHECKPOINT, whole_modules
 from planner.recording.step_graph import StepGraph
 from planner.space.accelerate_units import blocks_of
 from planner.workload.workload import Workload
 
+_NONE = "no activation checkpointing"
 _LAYER = "GradientCheckpointingLayer"
 """Name of the class in `transformers.modeling_layers`, which need not be installed here."""
 
 
-def with_checkpointed(workloads: Sequence[Workload], card: DeviceProfile, watch: Watch | None) -> tuple[Workload, ...]:
+def with_checkpointed(
+    workloads: Sequence[Workload], card: DeviceProfile, watch: Watch | None, *, is_forced: bool = False
+) -> tuple[Workload, ...]:
     """Returns each workload, and after it the same with all blocks checkpointed, if that is possible.
 
     Args:
         workloads: the work of one card in each way, as accelerate prepares it.
         watch: limits the time of the rehearsal that looks for random numbers; None for no limit.
+        is_forced: True to return only workloads with checkpointed blocks.
+
+    Raises:
+        DecisionError: activation checkpointing is forced, and not possible in any of these ways.
     """
     graph: StepGraph | None = None
     found: list[Workload] = []
@@ -49,14 +57,21 @@ def with_checkpointed(workloads: Sequence[Workload], card: DeviceProfile, watch:
             graph = graph or pipeline.record_step(dataclasses.replace(work, sharding=()), card, watch=watch)
             if (drawing := _drawing(graph, blocks)) is not None:
                 note = (
-                    "no activation checkpointing with FSDP2: accelerate recomputes a block with other random numbers, "
+                    f"{_NONE} with FSDP2: accelerate recomputes a block with other random numbers, "
                     f"and '{drawing}' draws some, for dropout for example"
                 )
                 found[-1] = dataclasses.replace(work, notes=(*work.notes, note))
                 continue
         decisions: tuple[Decision, ...] = (sharding, whole_modules(blocks))
         found.append(dataclasses.replace(work, sharding=decisions))
-    return tuple(found)
+    if not is_forced:
+        return tuple(found)
+    checkpointed = tuple(work for work in found if len(work.sharding) > 1)
+    if not checkpointed:
+        notes = [note for work in found for note in work.notes if note.startswith(_NONE)]
+        why = notes[0] if notes else f"{_NONE}: the model has no blocks that the library checkpoints"
+        raise DecisionError(f"{CHECKPOINT} is forced, but there is {why}; do not force it")
+    return checkpointed
 
 
 def _layers(model: torch.nn.Module) -> tuple[str, ...]:

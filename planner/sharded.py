@@ -168,7 +168,9 @@ def _divided(
         dataclasses.replace(workload, batch=batch, batch_size=samples, notes=notes, sharding=(way,))
         for way in shardings(workload.model, cards)
     )
-    return with_checkpointed(divided, card, watch) if cards.prepared_by and is_budgeted else divided
+    if not cards.prepared_by or cards.checkpoints is False or not (is_budgeted or cards.checkpoints):
+        return divided
+    return with_checkpointed(divided, card, watch, is_forced=bool(cards.checkpoints))
 
 
 def _batch_norm_notes(model: torch.nn.Module) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.recompute.units import CHECKPOINT
 from planner.replan import replan
 from planner.rewrite.trainer.on_cards import LIBRARY
 from planner.run_memory.lengths import read_lengths
@@ -68,6 +69,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     watch.stage("loading the model")
     if options.margin is not None and options.vram is None and not options.smallest_card:
         raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
+    options, checkpoints = _with_checkpointing_of_library(options)
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
     _refuse_forced(options, optimizer)
     load = functools.partial(
@@ -101,7 +103,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
             refuse_hopeless(workload, card, budget, constraints)
         return workload
 
-    if (cards := _cards(options)) is not None:
+    if (cards := _cards(options, checkpoints)) is not None:
         workload = load(batch_size=options.batch_size, seq_len=options.seq_len)
         if options.batch_size is None and workload.batch_size == 1:  # the default of a transformers model
             if cards.fewest:
@@ -144,8 +146,12 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
 
 
-def _cards(options: argparse.Namespace) -> Cards | None:
-    """Returns the cards that train together; None for one card."""
+def _cards(options: argparse.Namespace, checkpoints: bool | None) -> Cards | None:
+    """Returns the cards that train together; None for one card.
+
+    Args:
+        checkpoints: as in `Cards`.
+    """
     return several_cards(
         options.cards,
         mesh=options.mesh,
@@ -154,6 +160,7 @@ def _cards(options: argparse.Namespace) -> Cards | None:
         per_node=options.cards_per_node,
         link=options.link,
         prepared_by=LIBRARY if options.loop in CARDS_LOOPS else "",
+        checkpoints=checkpoints,
     )
 
 
@@ -185,6 +192,32 @@ def _run_request(options: argparse.Namespace) -> RunRequest:
     )
 
 
+def _is_by_library(options: argparse.Namespace) -> bool:
+    """True if a library prepares the model for several cards."""
+    return options.loop in CARDS_LOOPS and options.cards not in (None, 1)
+
+
+def _with_checkpointing_of_library(options: argparse.Namespace) -> tuple[argparse.Namespace, bool | None]:
+    """Returns the options of the search, and whether a library checkpoints all blocks, as in `Cards.checkpoints`.
+
+    The technique is then not a part of the search, which would choose blocks one by one.
+    """
+    if not _is_by_library(options):
+        return options, None
+    force, forbid = known_kinds(names(options.force)), known_kinds(names(options.forbid))
+    only = known_kinds(names(options.only)) if options.only else None
+    if CHECKPOINT not in force:
+        checkpoints = False if CHECKPOINT in forbid or (only is not None and CHECKPOINT not in only) else None
+    elif CHECKPOINT in forbid:
+        raise DecisionError(f"technique '{CHECKPOINT}' is forced and forbidden: leave it out of one of the options")
+    else:
+        checkpoints = True
+    without = {"force": [kind for kind in force if kind != CHECKPOINT]}
+    if only is not None:
+        without["only"] = ["shard", *(kind for kind in only if kind != CHECKPOINT)]
+    return argparse.Namespace(**{**vars(options), **without}), checkpoints
+
+
 def _unsupported(options: argparse.Namespace, optimizer: str) -> tuple[str, ...]:
     """Returns the techniques that the loop of --for does not support.
 
@@ -192,7 +225,7 @@ def _unsupported(options: argparse.Namespace, optimizer: str) -> tuple[str, ...]
     """
     if options.loop is None:
         return ()
-    if options.loop in CARDS_LOOPS and options.cards not in (None, 1):
+    if _is_by_library(options):
         kernels = () if optimizer == "adamw" else ("optimizer-kernel",)  # a name sets a kernel only for AdamW
         return (*UNSUPPORTED, *kernels)
     return LOOPS[options.loop]

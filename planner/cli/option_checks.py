@@ -84,7 +84,8 @@ def _refuse_for_program(options: argparse.Namespace, used: set[str]) -> None:
     """
     is_config = emitted_form(options) == "config"
     if options.loop not in get_args(ProgramName):
-        if is_config and not (options.loop == "accelerate" and options.cards):
+        is_on_cards = options.cards or options.model.endswith(".json")  # the latter may be a saved plan
+        if is_config and not (options.loop == "accelerate" and is_on_cards):
             raise WorkloadError(
                 f"--emit {options.emit} writes the config of a program: add --for axolotl or --for llama-factory, or "
                 "--for accelerate and --cards, or name a .py file"

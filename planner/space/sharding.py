@@ -37,6 +37,8 @@ class Cards:
     """Number of cards in a machine."""
     prepared_by: str = ""
     """'accelerate' if accelerate prepares the model, alone or for transformers' `Trainer`; else ''."""
+    checkpoints: bool | None = None
+    """True if a library that prepares the model has to checkpoint all blocks, False if it may not."""
     link: str | None = None
     """Name of the link within a machine (`planner.profiles.links.known`); None for the fastest one of the card."""
 
@@ -89,6 +91,7 @@ def several_cards(
     per_node: int | None = None,
     link: str | None = None,
     prepared_by: str = "",
+    checkpoints: bool | None = None,
 ) -> Cards | None:
     """Returns the cards that the user describes; None for one card.
 
@@ -115,6 +118,7 @@ def several_cards(
         per_node=per_node or CARDS_PER_NODE,
         link=link,
         prepared_by=prepared_by,
+        checkpoints=checkpoints,
     )
 
 

@@ -132,7 +132,7 @@ def test_ways_that_accelerate_does_not_have_or_that_are_not_planned_are_refused(
 # ---- activation checkpointing -------------------------------------------------------------------------------------
 
 
-def ways(dropout: float) -> tuple[Workload, ...]:
+def ways(dropout: float, **options: bool) -> tuple[Workload, ...]:
     config = transformers.AutoConfig.for_model("llama", **SMALL, attention_dropout=dropout)
     model = transformers.LlamaForCausalLM(config).train()
     ids = torch.zeros(2, 8, dtype=torch.long)
@@ -144,6 +144,7 @@ def ways(dropout: float) -> tuple[Workload, ...]:
         ],
         profiles.bare(),
         None,
+        **options,
     )
 
 
@@ -156,6 +157,15 @@ def test_blocks_with_dropout_are_not_checkpointed_with_fsdp():
     found = ways(0.1)
     assert [len(work.sharding) for work in found] == [1, 2, 1, 1]  # only copies of the model are checkpointed
     assert "other random numbers, and 'model.layers.0.self_attn' draws some" in found[-1].notes[-1]
+
+
+def test_forced_activation_checkpointing_is_the_only_way_or_refused():
+    assert [work.sharding[0].way for work in ways(0.1, is_forced=True)] == ["ddp"]
+    work = dataclasses.replace(ways(0.1)[-1], notes=())
+    with pytest.raises(
+        DecisionError, match="forced, but there is no activation checkpointing with FSDP2"
+    ):
+        with_checkpointed([work], profiles.bare(), None, is_forced=True)
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------
