@@ -31,6 +31,7 @@ from planner.rewrite.trainer.apply import apply_for_trainer
 from planner.rewrite.trainer.arguments import training_arguments
 from planner.rewrite.trainer.on_cards import accelerate_config
 from planner.space.accelerate_units import blocks_of
+from planner.space.search_space import search_space
 from planner.space.sharding import Cards, repeated_blocks, shardings
 from planner.workload.workload import Workload, workload
 from tests.support.accelerate_ranks import launcher_environment, plugin, wrapped_by_accelerate
@@ -162,10 +163,37 @@ def test_blocks_with_dropout_are_not_checkpointed_with_fsdp():
 def test_forced_activation_checkpointing_is_the_only_way_or_refused():
     assert [work.sharding[0].way for work in ways(0.1, is_forced=True)] == ["ddp"]
     work = dataclasses.replace(ways(0.1)[-1], notes=())
-    with pytest.raises(
-        DecisionError, match="forced, but there is no activation checkpointing with FSDP2"
-    ):
+    with pytest.raises(DecisionError, match="forced, but there is no activation checkpointing with FSDP2"):
         with_checkpointed([work], profiles.bare(), None, is_forced=True)
+
+
+# ---- precision ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("way", "card", "expected"), [
+    ("fsdp", "a100-80gb", ShardedPrecision(reduce_dtype="bf16", without_autocast=True)),
+    ("fsdp", "t4", None),
+    ("ddp", "a100-80gb", Precision(dtype="bf16")),
+    ("ddp", "t4", Precision(dtype="fp16")),
+])  # fmt: skip
+def test_precision_is_that_of_accelerate(way, card, expected):
+    work = divided_in(way)
+    space = search_space(work, profiles.load(card), ANYTHING, batch_statistics=(), chunks=None)
+    assert {decision for choice in space.precisions for decision in choice} == ({expected} if expected else set())
+    assert (expected is not None) or "accelerate uses no autocast with FSDP2" in " ".join(space.notes)
+
+
+def test_autocast_that_is_forced_with_fsdp_is_refused():
+    forced = dataclasses.replace(ANYTHING, forced=(*ANYTHING.forced, "mixed-precision"))
+    with pytest.raises(DecisionError, match="accelerate uses no autocast with FSDP2"):
+        search_space(divided_in("fsdp"), profiles.load("a100-80gb"), forced, batch_statistics=(), chunks=None)
+
+
+def divided_in(way: str) -> Workload:
+    model = built("llama")
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    work = workload(model, {"input_ids": ids, "labels": ids})
+    return dataclasses.replace(work, sharding=shardings(model, Cards(count=2, way=way, prepared_by="accelerate")))
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------
