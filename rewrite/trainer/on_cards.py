@@ -96,7 +96,7 @@ def accelerate_config(plan: Plan, machines: int = 1) -> str:
         "use_cpu": False,
     }
     values = "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())  # JSON is YAML
-    return f"{_header(plan)}\n{values}"
+    return f"{_header(plan, machines)}\n{values}"
 
 
 def _launcher_settings(plan: Plan) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _fsdp_settings(plan: Plan, shard: Shard) -> dict[str, Any]:
     }
 
 
-def _header(plan: Plan) -> str:
+def _header(plan: Plan, machines: int) -> str:
     """Returns comment lines: the plan, its memory, and how to start."""
     workload, cards = plan.workload, cards_of(plan.decisions)
     size = f"batch {workload.batch_size}" + (f" x {workload.seq_len} tokens" if workload.seq_len else "")
@@ -132,6 +132,11 @@ def _header(plan: Plan) -> str:
         "rehearsal; evaluation is not planned.",
         *([] if plan.fits else ["THE PLAN DOES NOT FIT into the budget."]),
         f"{f'{ALLOCATOR_VARIABLE}={planned} ' if planned else ''}accelerate launch --config_file FILE train.py",
+        *(
+            ["To add on each machine: its machine_rank, and main_process_ip and main_process_port."]
+            if machines > 1
+            else []
+        ),
     ]
     return "".join(f"# {part}\n" for line in lines for part in textwrap.wrap(line, 110))
 

@@ -268,6 +268,7 @@ def test_copies_of_the_model_have_settings_of_their_own(plan):
     assert arguments.ddp_find_unused_parameters is False and arguments.fsdp_plugin_args is None and arguments.bf16
     config = yaml.safe_load(accelerate_config(chosen, machines=2))
     assert "fsdp_config" not in config and config["distributed_type"] == "MULTI_GPU"
+    assert "# To add on each machine: its machine_rank" in accelerate_config(chosen, machines=2)
     assert (config["num_processes"], config["num_machines"], config["mixed_precision"]) == (16, 2, "bf16")
 
 
