@@ -50,7 +50,8 @@ def in_processes(environment: dict[str, str], cards: int, run: Callable[[Any], T
 
     On a CPU accelerate does not turn to FSDP. So the state is set as `AcceleratorState.__init__` sets it on GPUs.
     """
-    from accelerate import Accelerator
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType
 
     def of_rank(rank: int, folder: str) -> T:
@@ -61,8 +62,8 @@ def in_processes(environment: dict[str, str], cards: int, run: Callable[[Any], T
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(cards), LOCAL_WORLD_SIZE=str(cards))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=cards)
-        from accelerate import FullyShardedDataParallelPlugin
-
+        AcceleratorState._reset_state(reset_partial_state=True)  # another test may have made it before the fork
+        GradientState._reset_state()
         plugin = FullyShardedDataParallelPlugin() if os.environ.get("ACCELERATE_USE_FSDP") == "true" else None
         accelerator = Accelerator(cpu=True, **arguments)
         assert accelerator.num_processes == cards
