@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from planner import pipeline
+from planner.checkpointed_ways import with_checkpointed
 from planner.choose.chooser import TIE
 from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, communicators_of
+from planner.plan_types.decision_base import Decision, communicators_of, micro_batches_of
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
@@ -58,7 +59,7 @@ def plan_sharded(
             workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch
         )
     if plan is None:
-        *others, last = _divided(workload, cards)
+        *others, last = _divided(workload, card, cards, watch=watch, is_budgeted=vram_bytes is not None)
         linked = _with_links(card, cards, last)
         if vram_bytes is not None:
             budget = Budget.on(linked, vram_bytes, margin=constraints.margin)
@@ -86,7 +87,9 @@ def sharded_plan_that_fits(
     """
     found: list[tuple[Workload, Plan | None]] = []
     failed: list[tuple[Workload, PlannerError]] = []
-    for work in _divided(workload, cards):
+    for work in _divided(workload, card, cards, watch=watch):
+        if any(_takes_all_without_more(plan, other, work) for other, plan in found):
+            continue
         try:
             linked = _with_links(card, cards, work)
             plan = plan_that_fits(work, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
@@ -126,8 +129,20 @@ def _with_links(card: DeviceProfile, cards: Cards, divided: Workload) -> DeviceP
         raise WorkloadError(f"link '{cards.link}' is unknown: choose from {', '.join(known())}") from None
 
 
-def _divided(workload: Workload, cards: Cards) -> tuple[Workload, ...]:
-    """Return the workload of one card for each way to divide it, from that which divides least."""
+def _takes_all_without_more(plan: Plan | None, other: Workload, work: Workload) -> bool:
+    """True if a plan takes the whole batch at once, and `work` has more decisions, which could only be slower."""
+    is_more = len(work.sharding) > len(other.sharding) and work.sharding[: len(other.sharding)] == other.sharding
+    return plan is not None and is_more and micro_batches_of(plan.decisions) == 1
+
+
+def _divided(
+    workload: Workload, card: DeviceProfile, cards: Cards, *, watch: Watch | None, is_budgeted: bool = True
+) -> tuple[Workload, ...]:
+    """Return the workload of one card for each way to divide it, from that which divides least.
+
+    Args:
+        is_budgeted: False if only the baseline is asked for, which checkpoints nothing.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise WorkloadError(
             "this process belongs to a process group, and a plan for several cards is rehearsed in a group of its own: "
@@ -149,10 +164,13 @@ def _divided(workload: Workload, cards: Cards) -> tuple[Workload, ...]:
         workload.batch, samples, device=None, present=workload.batch_size, not_by_sample=workload.not_by_sample
     )
     notes = (*workload.notes, *_batch_norm_notes(workload.model), *_loss_notes(workload))
-    return tuple(
+    divided = tuple(
         dataclasses.replace(workload, batch=batch, batch_size=samples, notes=notes, sharding=(way,))
         for way in shardings(workload.model, cards)
     )
+    if not cards.prepared_by or cards.checkpoints is False or not (is_budgeted or cards.checkpoints):
+        return divided
+    return with_checkpointed(divided, card, watch, is_forced=bool(cards.checkpoints))
 
 
 def _batch_norm_notes(model: torch.nn.Module) -> tuple[str, ...]:

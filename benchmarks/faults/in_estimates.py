@@ -154,7 +154,7 @@ FAULTS = (
     Fault(
         name="estimate-without-the-context",
         path="planner/estimate/footprint.py",
-        old="        total_bytes=reserved + card.context_bytes,",
+        old="        total_bytes=reserved + card.outside_bytes,",
         new="        total_bytes=reserved,",
         tests=(
             "tests/estimate/test_footprint.py"
@@ -165,7 +165,7 @@ FAULTS = (
     Fault(
         name="estimate-budget-without-the-context",
         path="planner/estimate/footprint.py",
-        old="    capacity = None if vram_bytes is None else vram_bytes - card.context_bytes",
+        old="    capacity = None if vram_bytes is None else vram_bytes - card.outside_bytes",
         new="    capacity = None if vram_bytes is None else vram_bytes",
         tests=(
             "tests/estimate/test_footprint.py"

@@ -10,8 +10,57 @@ _PARITY = "tests/ranks/test_rank_parity.py::test_several_cards_train_as_one_does
 _KEPT = "tests/ranks/test_kept_units.py"
 
 _NCCL = "tests/ranks/test_nccl_memory.py"
+_UNITS, _ACCELERATE = "tests/ranks/test_accelerate_units.py", "tests/ranks/test_accelerate_truth.py"
 
 FAULTS = [
+    Fault(
+        name="accelerate-gathers-embeddings-with-the-rest",
+        path="planner/space/accelerate_units.py",
+        old="        units.append(paths[id(given)])\n",
+        new="        pass\n",
+        tests=(f"{_UNITS}::test_units_are_those_that_accelerate_makes",),
+        why="a plan gathers the input embeddings at another time than accelerate",
+    ),
+    Fault(
+        name="accelerate-recomputes-dropout",
+        path="planner/checkpointed_ways.py",
+        old="if op.draws_random_numbers}",
+        new="if op.draws_random_numbers and not op.module}",
+        tests=(f"{_UNITS}::test_blocks_with_dropout_are_not_checkpointed_with_fsdp",),
+        why="accelerate recomputes dropout with another mask, so that gradients are wrong",
+    ),
+    Fault(
+        name="accelerate-keeps-the-gradients-of-micro-batches",
+        path="rewrite/trainer/on_cards.py",
+        old='{"sync_each_batch": True}',
+        new='{"sync_each_batch": False}',
+        tests=(f"{_UNITS}::test_both_libraries_read_what_the_plan_says",),
+        why="each card keeps the gradients of the whole model until the last micro-batch, which was not planned",
+    ),
+    Fault(
+        name="accelerate-with-autocast",
+        path="planner/space/search_space.py",
+        old="without_autocast=bool(library))",
+        new="without_autocast=False)",
+        tests=(f"{_UNITS}::test_precision_is_that_of_accelerate",),
+        why="FSDP2 is planned under autocast, which accelerate does not use there",
+    ),
+    Fault(
+        name="accelerate-has-gradients-in-buckets",
+        path="rewrite/rules/shard.py",
+        old="DistributedDataParallel(rewriting.model, gradient_as_bucket_view=not decision.prepared_by)",
+        new="DistributedDataParallel(rewriting.model, gradient_as_bucket_view=True)",
+        tests=(f"{_ACCELERATE}::test_copies_of_the_model_take_the_planned_memory",),
+        why="accelerate's DistributedDataParallel holds gradients twice: next to its buckets and in them",
+    ),
+    Fault(
+        name="accelerate-frees-the-last-norm-and-the-head",
+        path="rewrite/rules/shard.py",
+        old='units.append((decision.tail, {"reshard_after_forward": False}))',
+        new='units.append((decision.tail, {"reshard_after_forward": True}))',
+        tests=(f"{_ACCELERATE}::test_accelerate_trains_the_planned_step[FSDP2]",),
+        why="the last unit is freed after its forward, where accelerate keeps it until backward",
+    ),
     Fault(
         name="nccl-takes-no-memory",
         path="profiles/device.py",

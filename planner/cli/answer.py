@@ -12,12 +12,12 @@ from typing import Any
 
 from planner import pipeline, questions
 from planner.advice import advised, refuse_hopeless
-from planner.cli.option_checks import names, option
+from planner.cli.option_checks import CARDS_LOOPS, names, option
 from planner.cli.training_lines import LOOPS
 from planner.default_batch import with_default_batch
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.fewest_cards import plan_on_cards
-from planner.for_program import plan_for_program, terms_for
+from planner.for_program import UNSUPPORTED, plan_for_program, terms_for
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
 from planner.plan_types.constraints import Constraints, known_kinds, parse_constraints
@@ -25,7 +25,9 @@ from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.recompute.units import CHECKPOINT
 from planner.replan import replan
+from planner.rewrite.trainer.on_cards import LIBRARY
 from planner.run_memory.lengths import read_lengths
 from planner.space.sharding import Cards, several_cards
 from planner.whole_run.request import RunRequest, plan_step_or_run
@@ -67,8 +69,9 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     watch.stage("loading the model")
     if options.margin is not None and options.vram is None and not options.smallest_card:
         raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
-    _refuse_forced(options)
+    options, checkpoints = _with_checkpointing_of_library(options)
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
+    _refuse_forced(options, optimizer)
     load = functools.partial(
         _load_noted,
         _allocator_notes(options),
@@ -84,7 +87,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     )
     if options.loop in PROGRAMS:
         return _for_program(options, load, optimizer, kinds, watch)
-    constraints = _constraints(options, force=kinds, forbid=LOOPS[options.loop] if options.loop else ())
+    constraints = _constraints(options, force=kinds, forbid=_unsupported(options, optimizer))
     if options.smallest_card:
         conf = with_allocator_options(resolve_card("generic", None), options.alloc_conf)[0].alloc_conf
         workload = load(batch_size=options.batch_size, seq_len=options.seq_len)
@@ -100,7 +103,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
             refuse_hopeless(workload, card, budget, constraints)
         return workload
 
-    if (cards := _cards(options)) is not None:
+    if (cards := _cards(options, checkpoints)) is not None:
         workload = load(batch_size=options.batch_size, seq_len=options.seq_len)
         if options.batch_size is None and workload.batch_size == 1:  # the default of a transformers model
             if cards.fewest:
@@ -143,8 +146,12 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
 
 
-def _cards(options: argparse.Namespace) -> Cards | None:
-    """Returns the cards that train together; None for one card."""
+def _cards(options: argparse.Namespace, checkpoints: bool | None) -> Cards | None:
+    """Returns the cards that train together; None for one card.
+
+    Args:
+        checkpoints: as in `Cards`.
+    """
     return several_cards(
         options.cards,
         mesh=options.mesh,
@@ -152,6 +159,8 @@ def _cards(options: argparse.Namespace) -> Cards | None:
         offload=options.offload_shards,
         per_node=options.cards_per_node,
         link=options.link,
+        prepared_by=LIBRARY if options.loop in CARDS_LOOPS else "",
+        checkpoints=checkpoints,
     )
 
 
@@ -183,9 +192,48 @@ def _run_request(options: argparse.Namespace) -> RunRequest:
     )
 
 
-def _refuse_forced(options: argparse.Namespace) -> None:
+def _is_by_library(options: argparse.Namespace) -> bool:
+    """True if a library prepares the model for several cards."""
+    return options.loop in CARDS_LOOPS and options.cards not in (None, 1)
+
+
+def _with_checkpointing_of_library(options: argparse.Namespace) -> tuple[argparse.Namespace, bool | None]:
+    """Returns the options of the search, and whether a library checkpoints all blocks, as in `Cards.checkpoints`.
+
+    The technique is then not a part of the search, which would choose blocks one by one.
+    """
+    if not _is_by_library(options):
+        return options, None
+    force, forbid = known_kinds(names(options.force)), known_kinds(names(options.forbid))
+    only = known_kinds(names(options.only)) if options.only else None
+    if CHECKPOINT not in force:
+        checkpoints = False if CHECKPOINT in forbid or (only is not None and CHECKPOINT not in only) else None
+    elif CHECKPOINT in forbid:
+        raise DecisionError(f"technique '{CHECKPOINT}' is forced and forbidden: leave it out of one of the options")
+    else:
+        checkpoints = True
+    without = {"force": [kind for kind in force if kind != CHECKPOINT]}
+    if only is not None:
+        without["only"] = ["shard", *(kind for kind in only if kind != CHECKPOINT)]
+    return argparse.Namespace(**{**vars(options), **without}), checkpoints
+
+
+def _unsupported(options: argparse.Namespace, optimizer: str) -> tuple[str, ...]:
+    """Returns the techniques that the loop of --for does not support.
+
+    On several cards the Trainer and accelerate follow settings alone, as programs with a config do.
+    """
+    if options.loop is None:
+        return ()
+    if _is_by_library(options):
+        kernels = () if optimizer == "adamw" else ("optimizer-kernel",)  # a name sets a kernel only for AdamW
+        return (*UNSUPPORTED, *kernels)
+    return LOOPS[options.loop]
+
+
+def _refuse_forced(options: argparse.Namespace, optimizer: str) -> None:
     """Refuses --force with a technique that the loop of --for does not support."""
-    unsupported = LOOPS[options.loop] if options.loop else ()
+    unsupported = _unsupported(options, optimizer)
     if both := sorted(set(unsupported) & set(known_kinds(names(options.force)))):
         raise DecisionError(
             f"--force {both[0]} cannot be combined with --for {options.loop}, because this kind of training loop does "

@@ -157,7 +157,9 @@ def _lines_to_paste(answer: Plan | Tradeoff, options: argparse.Namespace) -> str
     Raises:
         PlannerError: that kind of loop cannot follow the plan.
     """
-    if options.loop is None or isinstance(answer, Tradeoff) or emitted_form(options) == "config":
+    if options.loop is None or isinstance(answer, Tradeoff):
+        return ""
+    if emitted_form(options) == "config" and answer.model.program:
         return ""
     from planner.cli.training_lines import training_lines
 
@@ -247,9 +249,9 @@ def _write(answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch) -
             settings = training_arguments(answer, output_dir="out")
             write_atomically(options.emit, json.dumps(settings, indent=2) + "\n")
         elif form == "config":
-            from planner.rewrite.trainer.program_config import program_config
+            from planner.cli.training_lines import config_text
 
-            write_atomically(options.emit, program_config(answer))
+            write_atomically(options.emit, config_text(answer, options.cards_per_node))
         elif form == "python":
             from planner.rewrite.emitter.emit import emit
 

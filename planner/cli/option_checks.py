@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from planner import profiles
 from planner.errors import DeviceProfileError, WorkloadError
 from planner.plan_types.sizes import margin_bytes, parse_size
-from planner.plan_types.words import ProgramName
+from planner.plan_types.words import Loop, ProgramName
 from planner.progress.durations import parse_duration
 
 
@@ -32,8 +32,7 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
             reason = _QUESTIONS[question][name]
             raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
     if "cards" in used and options.cards != 1:
-        for name in sorted(used & _NOT_FOR_CARDS.keys()):
-            raise WorkloadError(f"{option(name)} cannot be combined with --cards: {_NOT_FOR_CARDS[name]}")
+        _refuse_for_cards(options, used)
     for name, other in _NEEDS.items():
         if name in used and other not in used:
             raise WorkloadError(f"{option(name)} works only with {option(other)}: add it, or leave {option(name)} out")
@@ -59,6 +58,24 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
         raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
 
 
+def _refuse_for_cards(options: argparse.Namespace, used: set[str]) -> None:
+    """Refuse what cannot be combined with several cards.
+
+    Raises:
+        WorkloadError: the message says why, and what to give instead.
+    """
+    refused = dict(_NOT_FOR_CARDS)
+    if options.loop in CARDS_LOOPS:
+        del refused["loop"]
+        if options.emit is not None and emitted_form(options) != _CARDS_FORMS[options.loop]:
+            raise WorkloadError(
+                f"--emit {options.emit} is not what {options.loop} reads: name a file that ends in "
+                f"{'.json' if options.loop == 'trainer' else '.yaml'}"
+            )
+    for name in sorted(used & refused.keys()):
+        raise WorkloadError(f"{option(name)} cannot be combined with --cards: {refused[name]}")
+
+
 def _refuse_for_program(options: argparse.Namespace, used: set[str]) -> None:
     """Refuse what cannot be combined with a program that trains by its own loop, and a config without one.
 
@@ -67,10 +84,11 @@ def _refuse_for_program(options: argparse.Namespace, used: set[str]) -> None:
     """
     is_config = emitted_form(options) == "config"
     if options.loop not in get_args(ProgramName):
-        if is_config:
+        is_on_cards = options.cards or options.model.endswith(".json")  # the latter may be a saved plan
+        if is_config and not (options.loop == "accelerate" and is_on_cards):
             raise WorkloadError(
                 f"--emit {options.emit} writes the config of a program: add --for axolotl or --for llama-factory, or "
-                "name a .py file"
+                "--for accelerate and --cards, or name a .py file"
             )
         return
     for name in sorted(used & _NOT_FOR_PROGRAMS.keys()):
@@ -126,12 +144,17 @@ _NOT_FOR_PROGRAMS = {
     **dict.fromkeys(_OF_RUN, "its loop is planned one step at a time"),
 }
 """Options that cannot be combined with a program that trains by its own loop, each with the reason."""
+CARDS_LOOPS: tuple[Loop, ...] = ("trainer", "accelerate")
+"""Loops that train on several cards by settings of accelerate, which prepares the model."""
+_CARDS_FORMS: dict[str, str] = {"trainer": "json", "accelerate": "config"}
+"""The form of the file that --emit writes for these loops."""
 _NOT_FOR_CARDS = {
     **dict.fromkeys(_OF_RUN, "one step is planned for several cards, not the whole run; leave it out"),
     **dict.fromkeys(("tradeoff", "largest_batch", "smallest_card"), "ask it for one card"),
     **dict.fromkeys(("report", "snapshot"), "the page and the snapshots show the step of one card; leave it out"),
     "verify": "run the file that --emit writes with torchrun",
-    "loop": "--emit writes a training step that torchrun starts",
+    "loop": "only trainer and accelerate train on several cards by settings; for other loops, --emit writes a training "
+    "step that torchrun starts",
     "gradients_alive": "accumulation is part of the plan",
     "qlora": "FSDP2 does not divide 4-bit weights; give --lora",
 }

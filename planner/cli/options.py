@@ -282,7 +282,8 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         type=pathlib.Path,
         metavar="train_step.py",
         help="write the training step as a Python file; with --for trainer and a .json file, the Trainer's arguments; "
-        "with --for axolotl or llama-factory and a .yaml file, the config",
+        "with --for axolotl or llama-factory and a .yaml file, the config; with --for accelerate and --cards, that of "
+        "accelerate launch",
     )
     group.add_argument(
         "--report",

@@ -28,7 +28,7 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
         (options.save, "a saved plan", _is_plan),
         (
             options.emit,
-            "an emitted training step, the Trainer's arguments or a config for a program",
+            "an emitted training step, the Trainer's arguments or a config",
             lambda text: (
                 "One training step of " in text[:200]
                 or '"per_device_train_batch_size"' in text

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
+from planner.errors import DecisionError
 from planner.for_program import UNSUPPORTED
+from planner.plan_types.decision_base import cards_of, optimizer_kernel_of
 from planner.plan_types.plan import Plan
 from planner.plan_types.words import Loop
+from planner.profiles.links import CARDS_PER_NODE
 from planner.rewrite.emitted_code import environment_source
 from planner.rewrite.emitter.model_source import adapted_model
 from planner.rewrite.rules.allocator import environment_of
-from planner.rewrite.trainer.arguments import training_arguments
+from planner.rewrite.trainer.arguments import micro_batches, training_arguments
+from planner.rewrite.trainer.on_cards import accelerate_config, checkpoints, is_fsdp, is_on_cards
 from planner.rewrite.trainer.program_config import program_config
 from planner.workload.optimizer_choice import OPTIMIZERS
 
@@ -25,6 +30,18 @@ LOOPS: dict[Loop, tuple[str, ...]] = {
     "llama-factory": UNSUPPORTED,
 }
 """Kinds of training loops, and the techniques that each does not support."""
+
+
+def config_text(plan: Plan, cards_per_node: int | None) -> str:
+    """Returns the text of the config that --emit writes, for a program or for `accelerate launch`.
+
+    Args:
+        cards_per_node: number of cards in a machine; None for the default.
+    """
+    if plan.model.program is not None:
+        return program_config(plan)
+    return accelerate_config(plan, machines=-(-cards_of(plan.decisions) // (cards_per_node or CARDS_PER_NODE)))
+
 
 _MODULES = ("accelerate", "bitsandbytes", "lightning", "peft", "planner", "torch", "transformers")
 """The modules that the lines may use."""
@@ -42,13 +59,19 @@ def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
     """
     if loop == "axolotl" or loop == "llama-factory":
         return program_config(plan)
+    if is_on_cards(plan):
+        return _on_cards(plan, loop)
     saved = str(path or "plan.json")
     text = _LINES[loop](plan)
     comment = "" if path else "  # add --save plan.json to the command"
-    lines = f'plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}'
+    return _with_imports(plan, f'plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}')
+
+
+def _with_imports(plan: Plan, lines: str, variables: Sequence[tuple[str, str | None]] = ()) -> str:
+    """Returns the lines after their imports, and after the environment: the planned allocator and further variables."""
     used = [name for name in _MODULES if re.search(rf"(?<![\w.]){name}\.", lines)]
-    variables = environment_source(environment_of(plan))
-    environment = f"import os\n\n{variables}  # before CUDA starts\n\n" if variables else ""
+    source = environment_source((*environment_of(plan), *variables))
+    environment = f"import os\n\n{source}  # before CUDA starts\n\n" if source else ""
     return environment + "".join(f"import {name}\n" for name in used) + f"\n{lines}"
 
 
@@ -149,6 +172,55 @@ for batch in loader:
 """
 
 
+def _on_cards(plan: Plan, loop: Loop) -> str:
+    """Returns the lines with which the Trainer or accelerate trains on several cards, by settings alone."""
+    if loop == "accelerate":
+        return _with_imports(plan, _accelerate_on_cards(plan))
+    if loop != "trainer":
+        raise DecisionError(f"{loop} does not prepare a model for several cards: use --for trainer or --for accelerate")
+    # With this variable, only one process reads the weights (`transformers.distributed.fsdp.is_fsdp_enabled`).
+    return _with_imports(plan, _trainer_on_cards(plan), (("ACCELERATE_USE_FSDP", "true"),) if is_fsdp(plan) else ())
+
+
+def _trainer_on_cards(plan: Plan) -> str:
+    settings = training_arguments(plan, output_dir="out")
+    arguments = "".join(f"    {name}={value!r},\n" for name, value in settings.items())
+    return f"""\
+# torchrun --nproc-per-node {cards_of(plan.decisions)} train.py
+arguments = transformers.TrainingArguments(  # before the model is loaded
+{arguments})
+{_model_lines(plan)}\
+trainer = transformers.Trainer(model, arguments, train_dataset=dataset)
+trainer.train()
+"""
+
+
+def _accelerate_on_cards(plan: Plan) -> str:
+    size, count = micro_batches(plan)
+    steps = f"num_steps={count}" + (", sync_each_batch=True" if is_fsdp(plan) and count > 1 else "")
+    recomputes = ""
+    if checkpoints(plan) and not is_fsdp(plan):
+        recomputes = 'model.gradient_checkpointing_enable({"use_reentrant": False})\n'
+    loss = "loss_fn(model(batch), batch)  # your loss function" if plan.workload.has_loss_fn else "model(**batch).loss"
+    cache = "" if plan.model.reference is None or ":" in plan.model.reference else "model.config.use_cache = False\n"
+    return f"""\
+# accelerate launch --config_file accelerate.yaml train.py; --emit accelerate.yaml writes the config
+accelerator = accelerate.Accelerator(
+    gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin({steps}),
+)
+{_model_lines(plan)}{cache}{recomputes}\
+optimizer = {_optimizer_on_cards(plan)}
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # batches of {size} samples for each card
+model.train()
+for batch in loader:
+    with accelerator.accumulate(model):
+        loss = {loss}
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
 def _for_lightning(plan: Plan) -> str:
     return f"""\
 
@@ -174,6 +246,14 @@ def _optimizer(plan: Plan) -> str:
     path = known.path if known is not None else f"torch.optim.{plan.workload.optimizer.rpartition('.')[2]}"
     momentum = known.hyperparameters.get("momentum") if known is not None else None
     return f"{path}(model.parameters(), lr=1e-4{'' if momentum is None else f', momentum={momentum}'})"
+
+
+def _optimizer_on_cards(plan: Plan) -> str:
+    """Returns the expression that creates the planned optimizer with its planned kernel or 8-bit state."""
+    if any(decision.eight_bit_state for decision in plan.decisions):
+        return "bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-4)"
+    kernel = ", fused=True" if optimizer_kernel_of(plan.decisions) == "fused" else ""
+    return f"{_optimizer(plan)[:-1]}{kernel})"
 
 
 _LINES = {"trainer": _for_trainer, "loop": _for_loop, "accelerate": _for_accelerate, "lightning": _for_lightning}

@@ -114,6 +114,11 @@ class Decision:
         return None
 
     @property
+    def forward_dtype(self) -> str | None:
+        """'bf16' or 'fp16' if the forward runs in it, under autocast or on parameters and inputs in it, else None."""
+        return self.autocast_dtype
+
+    @property
     def needs_gradient_scaler(self) -> bool:
         """True if the loss is scaled, since fp16 gradients could underflow."""
         return self.autocast_dtype == "fp16"
@@ -157,6 +162,11 @@ class Decision:
     def keeps_parameters_on_host(self) -> bool:
         """True if parameters are in host memory, and on the card only while they are used."""
         return False
+
+    @property
+    def preparing_library(self) -> str:
+        """Name of the library that prepares the model for several cards ('accelerate'); '' if the planner does it."""
+        return ""
 
     @property
     def units_gathered_again(self) -> tuple[str, ...]:
@@ -249,6 +259,11 @@ def micro_batches_of(decisions: Iterable[Decision]) -> int:
 def micro_batch_size_of(decisions: Iterable[Decision]) -> int | None:
     """Maximum number of samples in a micro-batch; None if the batch is not split."""
     return next((size for d in decisions if (size := d.samples_per_micro_batch) is not None), None)
+
+
+def forward_dtype_of(decisions: Iterable[Decision]) -> str | None:
+    """'bf16' or 'fp16' if the forward runs in it, under autocast or not, else None."""
+    return next((dtype for decision in decisions if (dtype := decision.forward_dtype) is not None), None)
 
 
 def autocast_dtype_of(decisions: Iterable[Decision]) -> str | None:

@@ -13,18 +13,16 @@ from typing import ClassVar
 
 from planner.errors import DecisionError
 from planner.plan_types.decision_base import (
-    ALLOCATOR_VARIABLE,
     Decision,
     Fidelity,
     Role,
-    allocator_conf,
     conflict,
     counted,
     micro_batches_of,
     module_listing,
     of_optimizers,
 )
-from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
+from planner.plan_types.recompute_decisions import Allocator, Checkpoint, Offload, Replay
 
 __all__ = [
     "Accumulation",
@@ -93,15 +91,19 @@ class Precision(Decision):
 class ShardedPrecision(Decision):
     """Run the forward and the loss under autocast, and gather sharded parameters in its dtype.
 
-    The shards and the optimizer's state stay in fp32, and so does the sum of the gradients over the cards.
+    The shards and the optimizer's state stay in fp32, and so does the sum of the gradients over the cards. accelerate
+    uses no autocast, and adds up gradients in bf16: FSDP2 alone casts parameters, inputs and outputs of its units.
     """
 
     kind: ClassVar[str] = "sharded-precision"
     fidelity: ClassVar[Fidelity] = Fidelity.ROUNDED
     role: ClassVar[Role] = Role.PRECISION
+    left_out_if_empty: ClassVar[tuple[str, ...]] = ("without_autocast",)
     dtype: str = "bf16"
     reduce_dtype: str = "fp32"
     """Precision in which gradients are added up over the cards."""
+    without_autocast: bool = False
+    """True if each op runs in the dtype of its inputs, and FSDP2 casts the outputs of its units, too."""
 
     def __post_init__(self) -> None:
         if self.dtype != "bf16" or self.reduce_dtype not in ("bf16", "fp32"):
@@ -112,11 +114,16 @@ class ShardedPrecision(Decision):
 
     @property
     def autocast_dtype(self) -> str | None:
+        return None if self.without_autocast else self.dtype
+
+    @property
+    def forward_dtype(self) -> str | None:
         return self.dtype
 
     def describe(self) -> str:
+        how = f"forward in {self.dtype} without autocast" if self.without_autocast else f"{self.dtype} autocast"
         return (
-            f"mixed precision: {self.dtype} autocast, parameters are gathered in {self.dtype}, gradients added up in "
+            f"mixed precision: {how}, parameters are gathered in {self.dtype}, gradients added up in "
             f"{self.reduce_dtype}"
         )
 
@@ -134,7 +141,9 @@ class Shard(Decision):
     kind: ClassVar[str] = "shard"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.SHARDING
-    left_out_if_empty: ClassVar[tuple[str, ...]] = ("units", "kept", "offload")
+    left_out_if_empty: ClassVar[tuple[str, ...]] = (
+        "units", "kept", "offload", "tail", "prepared_by", "classes"
+    )  # fmt: skip
     way: str
     """'fsdp', 'zero1' or 'ddp'."""
     mesh: tuple[int, ...]
@@ -145,6 +154,13 @@ class Shard(Decision):
     """Units whose parameters are not freed between forward and backward, which saves gathering them again (ZeRO-2)."""
     offload: bool = False
     """True if the shards, their gradients and the optimizer state are in host memory, where the optimizer runs."""
+    tail: tuple[str, ...] = ()
+    """Paths of the modules that are one more unit together, which stays gathered (accelerate: last norm and head)."""
+    prepared_by: str = ""
+    """'accelerate' if the model is prepared as accelerate does it: all units are gathered again, or none, and copies of
+    the model have gradients next to the buckets of DistributedDataParallel, not in them."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes whose modules accelerate makes units."""
 
     def __post_init__(self) -> None:
         if self.way not in ("fsdp", "zero1", "ddp"):
@@ -155,8 +171,10 @@ class Shard(Decision):
             raise DecisionError(
                 f"shard has mesh={self.mesh!r}: give the number of cards, or for fsdp (copies, cards for each copy)"
             )
-        if self.way != "fsdp" and (self.units or self.offload):
+        if self.way != "fsdp" and (self.units or self.tail or self.offload):
             raise DecisionError(f"shard way '{self.way}' has neither units nor offload: use fsdp for them")
+        if self.prepared_by not in ("", "accelerate"):
+            raise DecisionError(f"shard is prepared by '{self.prepared_by}', which is unknown: choose accelerate")
         if unknown := sorted(set(self.kept) - set(self.units)):
             raise DecisionError(f"shard keeps '{unknown[0]}', which is not one of its units")
 
@@ -177,7 +195,13 @@ class Shard(Decision):
         return self.offload
 
     @property
+    def preparing_library(self) -> str:
+        return self.prepared_by
+
+    @property
     def units_gathered_again(self) -> tuple[str, ...]:
+        if self.prepared_by:
+            return ()  # they are not chosen one by one
         return tuple(unit for unit in self.units if unit not in self.kept)
 
     def gathering_again(self, units: Collection[str]) -> Shard:
@@ -195,14 +219,16 @@ class Shard(Decision):
         return None
 
     def describe(self) -> str:
+        library = f" as {self.prepared_by} prepares it" if self.prepared_by else ""
         if self.way == "ddp":
-            return f"a copy of the model on each of {self.cards} cards (DistributedDataParallel)"
+            return f"a copy of the model on each of {self.cards} cards (DistributedDataParallel{library})"
         if self.way == "zero1":
             return f"a copy of the model on each of {self.cards} cards, with divided optimizer state (ZeRO-1)"
         copies = f"{self.mesh[0]} copies, each sharded over {self.mesh[1]}" if len(self.mesh) > 1 else "sharded over"
-        text = f"{copies} cards (FSDP2)" if len(self.mesh) > 1 else f"{copies} {self.cards} cards (FSDP2)"
+        text = f"{copies} cards" if len(self.mesh) > 1 else f"{copies} {self.cards} cards"
+        text += f" (FSDP2{library})"
         if self.units:
-            text += f", in units {module_listing(self.units)}"
+            text += f", in units {module_listing((*self.units, *self.tail))}"
         if self.kept:
             text += f"; gathered once in a step: {module_listing(self.kept)}"
         return text + (", with the shards in host memory" if self.offload else "")
@@ -356,44 +382,3 @@ class StepInBackward(Decision):
 
     def describe(self) -> str:
         return "optimizer step in backward: each gradient is applied and freed at once (no clipping by global norm)"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Allocator(Decision):
-    """Set options of CUDA's caching allocator, so that less of the memory that it reserves stays unused.
-
-    The options are those of the environment variable PYTORCH_ALLOC_CONF. They change neither results nor the
-    memory of tensors. PyTorch reads them once, before the first tensor is on the card.
-    """
-
-    kind: ClassVar[str] = "allocator"
-    aliases: ClassVar[tuple[str, ...]] = ("allocator-settings", "expandable-segments")
-    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
-    role: ClassVar[Role] = Role.ALLOCATOR
-    left_out_if_empty: ClassVar[tuple[str, ...]] = ("expandable_segments", "max_split_size_mb")
-    expandable_segments: bool = False
-    """True if segments grow page by page, so that a larger request needs no new segment."""
-    max_split_size_mb: int | None = None
-    """Blocks of at least this many MiB are not split for smaller requests; None for no such limit."""
-
-    def __post_init__(self) -> None:
-        least, most, split, expandable = 21, 1 << 30, self.max_split_size_mb, self.expandable_segments
-        if split is not None and (type(split) is not int or not least <= split <= most):
-            raise DecisionError(
-                f"allocator has max_split_size_mb={split!r}: give a whole number between {least} and {most}"
-            )
-        if type(expandable) is not bool:
-            raise DecisionError(f"allocator has expandable_segments={expandable!r}: give true or false")
-        if not self.allocator_options:
-            raise DecisionError(
-                "allocator sets no option: give expandable_segments=True or max_split_size_mb, or leave the decision "
-                "out"
-            )
-
-    @property
-    def allocator_options(self) -> dict[str, str]:
-        options = {"expandable_segments": self.expandable_segments, "max_split_size_mb": self.max_split_size_mb}
-        return {name: str(value) for name, value in options.items() if value}
-
-    def describe(self) -> str:
-        return f"allocator options, to be set before CUDA starts: {ALLOCATOR_VARIABLE}={allocator_conf([self])}"

@@ -1,4 +1,7 @@
-"""The decisions that free tensors which backward needs: they are recomputed, or kept in host memory meanwhile."""
+"""The decisions on the memory of tensors that backward needs, and on the allocator that serves it.
+
+The tensors are recomputed, or kept in host memory meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,57 @@ import itertools
 from typing import ClassVar
 
 from planner.errors import DecisionError
-from planner.plan_types.decision_base import Decision, Fidelity, Role, counted, module_listing, op_ranges
+from planner.plan_types.decision_base import (
+    ALLOCATOR_VARIABLE,
+    Decision,
+    Fidelity,
+    Role,
+    allocator_conf,
+    counted,
+    module_listing,
+    op_ranges,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allocator(Decision):
+    """Set options of CUDA's caching allocator, so that less of the memory that it reserves stays unused.
+
+    The options are those of the environment variable PYTORCH_ALLOC_CONF. They change neither results nor the
+    memory of tensors. PyTorch reads them once, before the first tensor is on the card.
+    """
+
+    kind: ClassVar[str] = "allocator"
+    aliases: ClassVar[tuple[str, ...]] = ("allocator-settings", "expandable-segments")
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    role: ClassVar[Role] = Role.ALLOCATOR
+    left_out_if_empty: ClassVar[tuple[str, ...]] = ("expandable_segments", "max_split_size_mb")
+    expandable_segments: bool = False
+    """True if segments grow page by page, so that a larger request needs no new segment."""
+    max_split_size_mb: int | None = None
+    """Blocks of at least this many MiB are not split for smaller requests; None for no such limit."""
+
+    def __post_init__(self) -> None:
+        least, most, split, expandable = 21, 1 << 30, self.max_split_size_mb, self.expandable_segments
+        if split is not None and (type(split) is not int or not least <= split <= most):
+            raise DecisionError(
+                f"allocator has max_split_size_mb={split!r}: give a whole number between {least} and {most}"
+            )
+        if type(expandable) is not bool:
+            raise DecisionError(f"allocator has expandable_segments={expandable!r}: give true or false")
+        if not self.allocator_options:
+            raise DecisionError(
+                "allocator sets no option: give expandable_segments=True or max_split_size_mb, or leave the decision "
+                "out"
+            )
+
+    @property
+    def allocator_options(self) -> dict[str, str]:
+        options = {"expandable_segments": self.expandable_segments, "max_split_size_mb": self.max_split_size_mb}
+        return {name: str(value) for name, value in options.items() if value}
+
+    def describe(self) -> str:
+        return f"allocator options, to be set before CUDA starts: {ALLOCATOR_VARIABLE}={allocator_conf([self])}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -117,6 +117,15 @@ class Units:
         return tuple(decisions)
 
 
+CHECKPOINT = Checkpoint.kind
+"""The technique of `whole_modules`."""
+
+
+def whole_modules(paths: Sequence[str]) -> Checkpoint:
+    """Returns the decision that recomputes all these modules as a whole, chosen by a library and not by the search."""
+    return Checkpoint(modules=tuple(paths))
+
+
 def units_of(
     graph: StepGraph,
     op_ns: list[int],

@@ -201,15 +201,19 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
     ):
         why_not = f"trained parameters are {odd[0]}, and autocast needs fp32 master weights"
     is_sharded = any(decision.divides_parameters_by > 1 for decision in workload.sharding)
+    library = next((decision.preparing_library for decision in workload.sharding if is_sharded), "")
     if is_sharded and "bf16" in card.native_dtypes and not constraints.force(Precision):
         if not constraints.allow(Precision) and not constraints.force(ShardedPrecision):
             return ((),)  # who forbids autocast does not expect it under another name
-        return _alternatives(constraints, ShardedPrecision, None if why_not else (ShardedPrecision(),), why_not)
+        policy = ShardedPrecision(reduce_dtype="bf16" if library else "fp32", without_autocast=bool(library))
+        return _alternatives(constraints, ShardedPrecision, None if why_not else (policy,), why_not)
     if constraints.force(ShardedPrecision):
         raise DecisionError(
             f"sharded-precision is forced, but parameters are {'not gathered in bf16' if is_sharded else 'not sharded'}"
             " here: do not force it"
         )
+    if library and not why_not:
+        why_not = f"{library} uses no autocast with FSDP2, and its fp16 there cannot be planned"
     decisions = None if why_not else (Precision(dtype=card.native_dtypes[0]),)
     if why_not and constraints.allow(Precision):
         notes.append(f"no autocast: {why_not}")

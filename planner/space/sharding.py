@@ -12,6 +12,7 @@ from planner.plan_types.decisions import Shard
 from planner.plan_types.quantized import is_quantized
 from planner.plan_types.words import FEWEST
 from planner.profiles.links import CARDS_PER_NODE
+from planner.space import accelerate_units
 
 WAYS = ("ddp", "zero1", "zero2", "fsdp")
 """Names of the ways that users can choose from, from the one that divides least among the cards to that which divides
@@ -34,6 +35,10 @@ class Cards:
     """True if shards are in host memory."""
     per_node: int = CARDS_PER_NODE
     """Number of cards in a machine."""
+    prepared_by: str = ""
+    """'accelerate' if accelerate prepares the model, alone or for transformers' `Trainer`; else ''."""
+    checkpoints: bool | None = None
+    """True if a library that prepares the model has to checkpoint all blocks, False if it may not."""
     link: str | None = None
     """Name of the link within a machine (`planner.profiles.links.known`); None for the fastest one of the card."""
 
@@ -57,8 +62,24 @@ class Cards:
                 raise WorkloadError(
                     f"a mesh is for sharded models, and '{self.way}' does not shard: leave the mesh out"
                 )
+        if self.prepared_by:
+            self._refuse_what_is_not_prepared()
         if self.offload and self.way in ("ddp", "zero1"):
             raise WorkloadError(f"offloading is for sharded models, and '{self.way}' does not shard: use fsdp")
+
+    def _refuse_what_is_not_prepared(self) -> None:
+        """Raises `WorkloadError` for ways that cannot be planned as accelerate prepares the model."""
+        if self.way == "zero1":
+            raise WorkloadError(
+                f"{self.prepared_by} has no ZeRO-1 but DeepSpeed's, whose memory cannot be certified: choose ddp, "
+                "zero2 or fsdp, or leave the sharding out"
+            )
+        for is_given, what in ((self.mesh is not None, "a mesh"), (self.offload, "shards in host memory")):
+            if is_given:
+                raise WorkloadError(
+                    f"{what} cannot be planned for a model that {self.prepared_by} prepares: leave it out, or plan "
+                    "without --for"
+                )
 
 
 def several_cards(
@@ -69,6 +90,8 @@ def several_cards(
     offload: bool = False,
     per_node: int | None = None,
     link: str | None = None,
+    prepared_by: str = "",
+    checkpoints: bool | None = None,
 ) -> Cards | None:
     """Returns the cards that the user describes; None for one card.
 
@@ -94,6 +117,8 @@ def several_cards(
         offload=offload,
         per_node=per_node or CARDS_PER_NODE,
         link=link,
+        prepared_by=prepared_by,
+        checkpoints=checkpoints,
     )
 
 
@@ -101,6 +126,8 @@ def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
     """Returns the ways to train on these cards, from the one that divides least to the one that divides most."""
     units, shard_mesh = repeated_blocks(model), cards.mesh or (cards.count,)
     refuse_quantized(model)
+    if cards.prepared_by:
+        return _as_accelerate_prepares(model, cards)
     by_way = {
         "ddp": Shard(way="ddp", mesh=(cards.count,)),
         "zero1": Shard(way="zero1", mesh=(cards.count,)),
@@ -111,6 +138,22 @@ def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
         return (by_way[cards.way],)
     sharded_only = cards.mesh is not None or cards.offload
     return tuple(by_way[way] for way in (("fsdp",) if sharded_only else ("ddp", "zero1", "fsdp")))
+
+
+def _as_accelerate_prepares(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
+    """Returns the ways in which accelerate trains on these cards. A way that it refuses for this model is left out."""
+    mesh, library, ways = (cards.count,), cards.prepared_by, []
+    if cards.way in (None, "ddp"):
+        ways.append(Shard(way="ddp", mesh=mesh, prepared_by=library))
+    if cards.way != "ddp":
+        classes = accelerate_units.classes_of(repeated_blocks(model), model)
+        units, tail = accelerate_units.units_of(model, classes)
+        shard = Shard(way="fsdp", mesh=mesh, units=units, tail=tail, prepared_by=library, classes=classes)
+        if cards.way != "fsdp":
+            ways.append(dataclasses.replace(shard, kept=units))
+        if cards.way != "zero2":
+            ways.append(shard)
+    return tuple(ways)
 
 
 def refuse_quantized(model: torch.nn.Module) -> None:

@@ -2,8 +2,9 @@
 
 - FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al., PyTorch FSDP, 2023; Rajbhandari et al., ZeRO, 2020): each
   card has a part of every parameter, of its gradient and of its optimizer state. The parameters of a unit are gathered
-  before its forward and its backward. They are kept in between if the unit is in `kept`.
-- `DistributedDataParallel`: each card has the whole model, and gradients are averaged in backward.
+  before its forward and its backward. They are kept in between if the unit is in `kept`, or the `tail` of accelerate.
+- `DistributedDataParallel`: each card has the whole model, and gradients are averaged in backward. They lie in its
+  buckets, but next to them if accelerate makes it.
 - `ZeroRedundancyOptimizer`: the same, but each card has the optimizer state of a part of the parameters.
 
 `fully_shard` replaces the parameters of the model by shards (DTensors). An optimizer that was made before holds the old
@@ -80,11 +81,11 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    names = ("replicate", "shard")[-len(decision.mesh) :]
+    dimensions = ("replicate", "shard")[-len(decision.mesh) :]
     if "nccl" in torch.distributed.get_backend_config():
         # The model may be on the host: FSDP2 moves one unit after the other.
         rewriting.device_type = "cuda"
-    mesh = init_device_mesh(rewriting.device_type, decision.mesh, mesh_dim_names=names)
+    mesh = init_device_mesh(rewriting.device_type, decision.mesh, mesh_dim_names=dimensions)
     options: dict[str, Any] = {"mesh": mesh}
     if rewriting.sharded_precision is not None:
         options["mp_policy"] = rewriting.sharded_precision
@@ -92,13 +93,19 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=rewriting.device_type == "cuda")
     model = rewriting.model
     before = dict(model.named_parameters())
-    for name in (*decision.units, ""):
-        reshard: dict[str, Any] = {"reshard_after_forward": name not in decision.kept} if name else {}
+    units: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+        ((name,), {"reshard_after_forward": name not in decision.kept}) for name in decision.units
+    ]
+    if decision.tail:
+        units.append((decision.tail, {"reshard_after_forward": False}))
+    for names, reshard in (*units, (("",), {})):
+        modules = [rewriting.module(name, decision.kind) for name in names]
         try:
-            fully_shard(rewriting.module(name, decision.kind), **reshard, **options)
+            fully_shard(modules if len(modules) > 1 else modules[0], **reshard, **options)
         except (ValueError, NotImplementedError, AssertionError) as error:
             raise DecisionError(
-                f"FSDP2 cannot shard '{name or type(model).__name__}' ({error}): plan with sharding ddp or zero1"
+                f"FSDP2 cannot shard '{names[0] or type(model).__name__}' ({error}): plan with sharding ddp"
+                f"{'' if decision.prepared_by else ' or zero1'}"
             ) from error
     after = dict(model.named_parameters())
     rewriting.replace_in_optimizers({id(before[name]): after[name] for name in before})
@@ -108,7 +115,7 @@ def _replicate(rewriting: Rewriting, decision: Shard) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    rewriting.wrapper = DistributedDataParallel(rewriting.model, gradient_as_bucket_view=True)
+    rewriting.wrapper = DistributedDataParallel(rewriting.model, gradient_as_bucket_view=not decision.prepared_by)
     if decision.way == "ddp":
         return
     for name, replaced in rewriting.optimizers.items():
@@ -174,7 +181,9 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
                 "from torch.nn.parallel import DistributedDataParallel",
                 *(["from torch.distributed.optim import ZeroRedundancyOptimizer"] if decision.way == "zero1" else []),
             ),
-            rewriting=("model = DistributedDataParallel(model, gradient_as_bucket_view=True)\n",),
+            rewriting=(
+                f"model = DistributedDataParallel(model, gradient_as_bucket_view={not decision.prepared_by})\n",
+            ),
             optimizer_class="ZeroRedundancyOptimizer" if decision.way == "zero1" else "",
         )
     names = ("replicate", "shard")[-len(decision.mesh) :]
@@ -196,6 +205,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
             *terms.constants,
             *((_UNITS, assignment("UNITS", decision.units)) if decision.units else ()),
             *((_KEPT, assignment("KEPT", decision.kept)) if decision.kept else ()),
+            *((_TAIL, assignment("TAIL", decision.tail)) if decision.tail else ()),
         ),
         rewriting=(
             f"mesh = {mesh}\noptions = dict({', '.join(options)})\n",
@@ -204,6 +214,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
                 if decision.units
                 else []
             ),
+            *([_SHARD_TAIL] if decision.tail else []),
             "fully_shard(model, **options)\n",
         ),
         shards=True,
@@ -213,4 +224,6 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
 
 
 _UNITS = "# The parameters of each of these modules are gathered together, and those of all other modules, too."
+_TAIL = "# The parameters of these modules are gathered together, and stay gathered until backward."
+_SHARD_TAIL = "fully_shard([model.get_submodule(name) for name in TAIL], reshard_after_forward=False, **options)\n"
 _KEPT = "# These modules stay gathered between forward and backward."

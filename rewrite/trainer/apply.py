@@ -38,7 +38,7 @@ from typing import Literal, final
 
 import torch
 
-from planner.errors import WorkloadError
+from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decision_base import Role, micro_batches_of
 from planner.plan_types.decisions import OptimizerKernel
 from planner.plan_types.plan import Plan
@@ -56,6 +56,7 @@ from planner.rewrite.rules.allocator import set_options
 from planner.rewrite.rules.optimizer_kernel import OPTIONS, optimizer_kernel
 from planner.rewrite.trainer.arguments import refuse_what_trainers_cannot_do
 from planner.rewrite.trainer.loss_weighting import LossWeighting, full_precision_loss
+from planner.rewrite.trainer.on_cards import is_on_cards
 from planner.workload.call_convention import Calling
 from planner.workload.model_loss import takes_the_loss
 from planner.workload.torch_optimizers import sparse_lookups
@@ -149,6 +150,11 @@ def apply_for_trainer(
     makes_checks = is_check_on(check)
     refuse_another_model(plan, model)
     refuse_what_trainers_cannot_do(plan)
+    if is_on_cards(plan):
+        raise DecisionError(
+            "the Trainer itself prepares the model for several cards: give it the unchanged model and the arguments of "
+            "rewrite.training_arguments(plan), without apply_for_trainer"
+        )
     if lookups := sparse_lookups(model):
         raise WorkloadError(
             f"'{next(iter(lookups))}' makes sparse gradients, and the Trainer computes the norm of all gradients by a "

@@ -9,13 +9,14 @@ from typing import Any
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decision_base import (
     Role,
-    autocast_dtype_of,
+    forward_dtype_of,
     micro_batch_size_of,
     micro_batches_of,
     optimizer_kernel_of,
     with_roles,
 )
 from planner.plan_types.plan import Plan
+from planner.rewrite.trainer.on_cards import is_on_cards, sharding_arguments
 from planner.workload.call_convention import Calling
 from planner.workload.optimizer_choice import OPTIMIZERS
 
@@ -88,7 +89,7 @@ def training_arguments(plan: Plan, *, kind: type | None = None, **overrides: Any
 def planned_arguments(plan: Plan) -> dict[str, Any]:
     """The arguments that the plan sets, by their present names."""
     size, count = micro_batches(plan)
-    precision = autocast_dtype_of(plan.decisions)
+    precision = forward_dtype_of(plan.decisions)
     optim = planned_optim(plan)
     return {
         "per_device_train_batch_size": size,
@@ -99,6 +100,7 @@ def planned_arguments(plan: Plan) -> dict[str, Any]:
         **({"optim_args": "momentum=0.9"} if plan.workload.optimizer == "sgd-momentum" else {}),
         **({"weight_decay": 0.0} if plan.workload.optimizer == "adam" else {}),
         "activation_checkpointing": False,
+        **(sharding_arguments(plan) if is_on_cards(plan) else {}),
         **_arguments_of_run(plan),
     }
 
@@ -154,16 +156,17 @@ def micro_batches(plan: Plan) -> tuple[int, int]:
 
 def refuse_contradictions(plan: Plan, arguments: Mapping[str, Any]) -> None:
     """Raise `DecisionError` if an argument contradicts the plan. Former names of arguments are not looked up."""
+    planned = planned_arguments(plan)
     for name, reason in _ANOTHER_STEP.items():
-        if arguments.get(name):
+        if arguments.get(name) and not planned.get(name):
             raise DecisionError(f"{name}={arguments[name]!r} contradicts the plan: {reason}; leave it out")
-    for name, planned in planned_arguments(plan).items():
-        if name not in arguments or _plain(arguments[name]) == planned:
+    for name, value in planned.items():
+        if name not in arguments or _plain(arguments[name]) == value:
             continue
-        if name == "gradient_accumulation_steps" and plan.workload.gradients_alive and not arguments[name] % planned:
+        if name == "gradient_accumulation_steps" and plan.workload.gradients_alive and not arguments[name] % value:
             continue  # the plan is for a loop that accumulates over any number of batches
         raise DecisionError(
-            f"{name}={_plain(arguments[name])!r} contradicts the plan, which has {planned!r} ({_set_by(plan, name)}): "
+            f"{name}={_plain(arguments[name])!r} contradicts the plan, which has {value!r} ({_set_by(plan, name)}): "
             "leave it out, or make the plan again for this value"
         )
 
@@ -177,6 +180,7 @@ def arguments_of(args: Any) -> dict[str, Any]:
 
 def refuse_what_trainers_cannot_do(plan: Plan) -> None:
     """Raise `DecisionError` or `WorkloadError` for a plan that the Trainer cannot follow, whatever its arguments."""
+    is_on_cards(plan)
     if any(decision.steps_in_backward for decision in plan.decisions):
         raise DecisionError(
             "the Trainer cannot do step-in-backward, because it steps after backward: plan with step-in-backward "

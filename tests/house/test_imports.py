@@ -54,7 +54,7 @@ FLOORS = (
     # where planner and rewriter meet, and what people call
     ("planner.assemble",),
     ("planner.pipeline",),
-    ("planner.questions",),
+    ("planner.questions", "planner.checkpointed_ways"),
     ("planner.adapted", "planner.default_batch", "planner.sharded"),
     ("planner.fewest_cards",),
     ("planner.whole_run",),

@@ -122,6 +122,13 @@ RANK_CASES = {
         Accumulation(micro_batch_size=2, micro_batches=3),
         Checkpoint(modules=LAYERS[:1]),
     ),
+    "sharded_by_accelerate": of_roberta(
+        ShardedPrecision(reduce_dtype="bf16", without_autocast=True),
+        Shard(
+            way="fsdp", mesh=(2,), units=LAYERS, tail=("lm_head.dense", "lm_head.layer_norm"), prepared_by="accelerate",
+            classes=("RobertaLayer",),
+        ),
+    ),
     "sharded_on_host": of_flat(Shard(way="fsdp", mesh=(2,), offload=True)),
     "copies_with_divided_state": of_roberta(Shard(way="zero1", mesh=(2,))),
 }  # fmt: skip
