@@ -72,6 +72,7 @@ def test_a_larger_budget_buys_no_slower_plan(plans):
     assert all(later <= 1.5 * earlier for earlier, later in itertools.pairwise(times))
 
 
+@pytest.mark.thorough
 def test_the_batch_is_not_cut_into_single_samples(plans):
     """The smallest promise has one sample in each of 4096 micro-batches, and needs no fewer segments than a few."""
     assert all(micro_batches_of(plan.decisions) <= 64 for plan in plans.values())

@@ -84,6 +84,7 @@ def test_it_goes_from_the_step_as_it_is_to_the_smallest_plan(exact):
     assert exact.points[-1].peak.total_bytes == smallest.peak.total_bytes
 
 
+@pytest.mark.thorough
 def test_every_point_is_a_plan_that_keeps_its_promise_when_it_is_rehearsed_again(exact):
     model, batch = deep()
     for plan in exact.points[1::3]:

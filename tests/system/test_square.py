@@ -127,6 +127,7 @@ def test_a_plan_that_only_recomputes_keeps_its_budget_and_its_promise(work, shar
     [(in_place, 0.6), (lambda: small_unet(64), 0.6), (lambda: small_llama(32), 0.4)],
     ids=["in-place and called twice", "u-net", "llama"],
 )
+@pytest.mark.thorough
 def test_a_plan_with_every_lever_keeps_its_budget_and_its_promise_on_a_real_card(make, share):
     work, fixed = make(), CARD.context_bytes
     baseline = plan_workload(work, CARD, vram_bytes=None, constraints=_rules())

@@ -235,6 +235,7 @@ def gqa():
         pytest.param(lambda: example("convnet.py:build", 4), (Precision(dtype="bf16"),), id="BatchNorm, autocast"),
     ],
 )
+@pytest.mark.thorough_after(1)
 def test_a_recording_is_the_same_without_memory(make, decisions, without_memory):
     work = make()
     remembered = [written_down(work, decisions) for _ in range(2)]  # the second child knows what the first found out
