@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from planner.allocator.options import settings_of
 from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings
+from planner.plan_types.categories import Category
 from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.decisions import Precision
 from planner.plan_types.plan import Plan
@@ -49,8 +50,7 @@ def causes(moment: Moment, history: History, plan: Plan | None) -> Iterator[str]
         yield f"{format_size(rounding)} of allocated memory are rounding and ends of blocks that were not split off"
     yield from _verdict(moment)
     if plan is not None and plan.card_bytes and moment.device_free_bytes is not None:
-        outside = plan.peak.total_bytes - plan.peak.reserved_bytes
-        own = moment.reserved_bytes + moment.private_bytes + moment.device_free_bytes + outside
+        own = moment.reserved_bytes + moment.private_bytes + moment.device_free_bytes + _outside_bytes(plan)
         if plan.card_bytes - own > 64 * MIB:
             yield (
                 f"{format_size(plan.card_bytes - own)} of the card belong to other processes and libraries: end other "
@@ -108,9 +108,8 @@ class Comparison:
         if plan is not None:
             self._allocated_bytes, self._reserved_bytes = plan.peak.allocated_bytes, plan.peak.reserved_bytes
             if plan.run is not None:
-                outside = plan.peak.total_bytes - plan.peak.reserved_bytes
                 self._allocated_bytes = max([self._allocated_bytes, *(part.tensor_bytes for part in plan.run.moments)])
-                self._reserved_bytes = max(self._reserved_bytes, plan.run.total_bytes - outside)
+                self._reserved_bytes = max(self._reserved_bytes, plan.run.total_bytes - _outside_bytes(plan))
 
     @property
     def exceeds(self) -> bool | None:
@@ -203,3 +202,8 @@ class Comparison:
         longer = "longer" if workload.seq_len else "larger"
         cause = " or ".join(ways) if ways else f"a {longer} batch than planned"
         yield f"tensors of the step are {scale:.2f} times as large as those of the plan, as for {cause}"
+
+
+def _outside_bytes(plan: Plan) -> int:
+    """Returns the memory of the planned process outside of the caching allocator."""
+    return sum(plan.peak.breakdown.get(category, 0) for category in (Category.CONTEXT, Category.NCCL))
