@@ -108,7 +108,7 @@ PURPOSES = {
     "start_update": "optimizer step",
     "with_gradient_names": "gradients",
 }
-"""What a rehearsal is for, by the function that starts it."""
+"""Purposes of rehearsals by the name of the function that starts them."""
 
 
 @dataclasses.dataclass

@@ -48,7 +48,7 @@ def uneven() -> torch.nn.Module:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a process has after its steps."""
+    """Losses, weights and learning rates of a process after its training steps."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
