@@ -156,7 +156,7 @@ def test_a_saved_plan_for_several_cards_is_certified_again(tmp_path):
 @pytest.mark.thorough
 def test_who_forbids_mixed_precision_gets_no_sharded_precision():
     plan, forced = (
-        planner.plan(llama(2), batch(), vram="1GiB", gpu="h100", cards=2, sharding="fsdp", **options)
+        planner.plan(llama(2), batch(), vram="2GiB", gpu="h100", cards=2, sharding="fsdp", **options)
         for options in ({"forbid": "mixed-precision"}, {"force": "mixed-precision"})
     )
     assert not {"mixed-precision", "sharded-precision"} & {decision.kind for decision in plan.decisions}

@@ -109,7 +109,12 @@ def _of_floats(graph: StepGraph) -> list[tuple[int, str]]:
 def test_the_truth_has_collectives_and_another_world_would_be_noticed():
     of_two, of_four = case(FSDP), case(dataclasses.replace(FSDP, mesh=(4,)))
     real = truth(of_two)[0]
-    assert sum(op.collective is not None for op in real.ops) == 2 * (4 + 3 + 4)  # gathers, again in backward, scatters
+    kinds = Counter(op.collective.kind for op in real.ops if op.collective)
+    assert kinds == {
+        "allreduce_": 2,  # the number of targets on all cards, once a step
+        "_allgather_base_": 2 * (4 + 3),  # four units, three of them again in backward
+        "_reduce_scatter_base_": 2 * 4,
+    }
     assert events(real) != events(rehearsal(of_four, 0))
 
 
