@@ -9,6 +9,8 @@ group (`torch.testing._internal.distributed.fake_pg`) serves as the backend. Wha
   tensors have no values. It averages gradients by a hook, in the same memory as without one.
 - FSDP2 divides each parameter into the shards of all ranks, and takes one of them. Only the shards that it takes are
   made, so that more cards do not take more time.
+- DTensor derives the sharding of an op for each tensor of a list, such as all parameters in a step of the optimizer.
+  Tensors of the same shape and sharding get the same result, so one of each kind is enough.
 - FSDP2 pads uneven shards again when the model runs first, unless their memory has the address that it had before.
   Fakes have no addresses, so their storages are compared.
 """
@@ -16,6 +18,7 @@ group (`torch.testing._internal.distributed.fake_pg`) serves as the backend. Wha
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +45,7 @@ def join(device: str, *, cards: int, rank: int) -> None:
         _compute_on_real_host(DeviceMesh, name)
     _let_data_parallel_run()
     _make_shards_on_demand()
+    _propagate_by_kind()
     _let_shards_stay()
     streams.serve_accelerator()
     backend = "fake" if device == "cpu" else f"cpu:fake,{device}:fake"
@@ -90,6 +94,55 @@ class ShardsOnDemand:
         if rank > 0 and first == rows > 0:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, first, min(self._rows, rows - first))
+
+
+def _propagate_by_kind() -> None:
+    """Makes DTensor derive the sharding of an op on lists of tensors from one tensor of each kind."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagator: Any = ShardingPropagator  # mypy does not allow to patch methods of a class
+    propagate = propagator.propagate_op_sharding_non_cached
+    propagator.propagate_op_sharding_non_cached = lambda self, schema: propagate_by_kind(
+        functools.partial(propagate, self), schema
+    )
+
+
+def propagate_by_kind(propagate: Callable[[Any], Any], schema: Any) -> Any:
+    """Return the `OutputSharding` of an op, which PyTorch derives only once for tensors of the same kind.
+
+    Args:
+        propagate: PyTorch's function, from an `OpSchema` to an `OutputSharding`.
+        schema: the op, with the specs of its tensors. Two tensors of its lists are of the same kind if all lists have
+            equal elements there.
+    """
+    lists = [value for value in (*schema.args_schema, *schema.kwargs_schema.values()) if _is_list(value)]
+    is_by_element = schema.op.name().startswith(("aten::_foreach_", "aten::_fused_"))
+    if not is_by_element or len({len(value) for value in lists}) != 1:
+        return propagate(schema)
+    kinds: dict[tuple, int] = {}
+    kind_of = [kinds.setdefault(elements, len(kinds)) for elements in zip(*lists, strict=True)]
+    firsts = [kind_of.index(kind) for kind in range(len(kinds))]
+
+    def shorten(value: Any) -> Any:
+        return type(value)(value[i] for i in firsts) if _is_list(value) else value
+
+    sharding = propagate(
+        type(schema)(
+            schema.op,
+            tuple(shorten(value) for value in schema.args_schema),
+            {name: shorten(value) for name, value in schema.kwargs_schema.items()},
+            schema.schema_info,
+        )
+    )
+    if sharding.needs_redistribute or sharding.redistribute_schema is not None:
+        return propagate(schema)  # the result has arguments for each tensor
+    if sharding.output_spec is not None:
+        sharding.output_spec = tuple(copy.copy(sharding.output_spec[kind]) for kind in kind_of)
+    return sharding
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _let_data_parallel_run() -> None:
