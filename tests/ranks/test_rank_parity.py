@@ -251,7 +251,16 @@ def test_several_cards_train_as_one_does(name):
         assert found_losses == pytest.approx(losses, rel=1e-12)
         assert found.keys() == expected.keys()
         for key, value in expected.items():
-            assert torch.allclose(found[key], value, rtol=1e-9, atol=1e-12), key
+            assert is_close(found[key], value), key
+
+
+def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """The norm of the difference is at most 1e-12 of the norm of what is expected.
+
+    At most 1e-12 of 1 if that is smaller: the gradient of a bias of keys in attention is zero up to rounding.
+    """
+    norm = torch.linalg.vector_norm
+    return bool(norm((found - expected).double()) <= 1e-12 * norm(expected.double()).clamp(min=1))
 
 
 def test_a_loss_in_chunks_is_that_of_one_card_up_to_the_rounding_of_its_logits():
@@ -281,7 +290,7 @@ def test_a_loss_that_is_a_sum_is_added_up_if_its_weight_says_so():
     (expected, losses), ranks = run_in_child(lambda: alone(training)), together(training)
     for found, found_losses in ranks:
         assert found_losses == pytest.approx(losses, rel=1e-12)
-        assert all(torch.allclose(found[key], value, rtol=1e-9, atol=1e-12) for key, value in expected.items())
+        assert all(is_close(found[key], value) for key, value in expected.items())
 
 
 def test_another_number_of_processes_is_refused():
