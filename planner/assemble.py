@@ -170,9 +170,9 @@ def _nccl_notes(card: DeviceProfile) -> tuple[str, ...]:
     count, more_bytes = card.links.communicators, card.links.nccl_most_bytes - card.nccl_bytes
     return (
         f"NCCL's {'communicator is' if count == 1 else f'{count} communicators are'} counted with "
-        f"{format_size(card.nccl_bytes)} on each card. This is a published figure (profiles/links.toml), not "
-        f"a rehearsed one; up to {format_size(more_bytes)} more have been reported: leave that free with --margin, "
-        "or set NCCL_NVLS_ENABLE=0 and a smaller NCCL_BUFFSIZE",
+        f"{format_size(card.nccl_bytes)} on each card. This figure comes from reports of others or from an assumption "
+        f"(profiles/links.toml), not from a rehearsal; NCCL may take up to {format_size(more_bytes)} more: leave that "
+        "free with --margin, or set a smaller NCCL_BUFFSIZE, and on cards with NVLink SHARP NCCL_NVLS_ENABLE=0",
     )
 
 

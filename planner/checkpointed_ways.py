@@ -5,8 +5,8 @@ whose modules are units (`fsdp_config: activation_checkpointing`). With Distribu
 transformers' own checkpointing runs again (`GradientCheckpointingLayer`).
 
 FSDP2's blocks are recomputed with other random numbers than in the forward (`preserve_rng_state=False` in
-`fsdp2_apply_ac` of accelerate 1.15). So blocks that draw any, for dropout, would give wrong gradients. They are not
-checkpointed.
+`fsdp2_apply_ac` of accelerate 1.15). So a block that draws random numbers, for dropout for example, would get wrong
+gradients. Such blocks are not checkpointed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _LAYER = "GradientCheckpointingLayer"
 def with_checkpointed(
     workloads: Sequence[Workload], card: DeviceProfile, watch: Watch | None, *, is_forced: bool = False
 ) -> tuple[Workload, ...]:
-    """Returns each workload, and after it the same with all blocks checkpointed, if that is possible.
+    """Returns each workload, followed by the same one with all blocks checkpointed where that is possible.
 
     Args:
         workloads: the work of one card in each way, as accelerate prepares it.
-        watch: limits the time of the rehearsal that looks for random numbers; None for no limit.
+        watch: limits the time of the rehearsal that finds ops with random numbers; None for no limit.
         is_forced: True to return only workloads with checkpointed blocks.
 
     Raises:
-        DecisionError: activation checkpointing is forced, and not possible in any of these ways.
+        DecisionError: activation checkpointing is forced, but not possible in any of these ways.
     """
     graph: StepGraph | None = None
     found: list[Workload] = []
@@ -57,8 +57,8 @@ def with_checkpointed(
             graph = graph or pipeline.record_step(dataclasses.replace(work, sharding=()), card, watch=watch)
             if (drawing := _drawing(graph, blocks)) is not None:
                 note = (
-                    f"{_NONE} with FSDP2: accelerate recomputes a block with other random numbers, "
-                    f"and '{drawing}' draws some, for dropout for example"
+                    f"{_NONE} with FSDP2: accelerate would recompute a block with other random numbers "
+                    f"than in its forward, and '{drawing}' draws random numbers, for dropout for example"
                 )
                 found[-1] = dataclasses.replace(work, notes=(*work.notes, note))
                 continue

@@ -30,7 +30,7 @@ def plan_on_cards(
     constraints: Constraints,
     watch: Watch | None = None,
 ) -> Plan:
-    """Return the plan for a number of cards, or for the smallest number of them. The arguments are those below."""
+    """Return the plan for `cards.count` cards, or that of `plan_fewest_cards`, which has the same arguments."""
     plan = plan_fewest_cards if cards.fewest else plan_sharded
     return plan(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
 
@@ -46,17 +46,17 @@ def plan_fewest_cards(
 ) -> Plan:
     """Return the plan for the smallest number of cards (a power of two) with which a plan fits.
 
-    All numbers of cards train the same batch, which is divided among them. Notes name the numbers that do not fit, and
-    compare larger numbers of cards with the chosen one. If no number fits, the smallest plan for the largest number of
-    cards is returned.
+    The batch is the same for all numbers of cards, and is divided among them. Notes name the numbers with which no plan
+    fits, and compare larger numbers with the chosen one. If no plan fits with any number, the smallest plan for the
+    largest number of cards is returned.
 
     Args:
         workload: the step with the batch of all cards.
-        cards: a description of the cards, whose number is not used.
+        cards: the cards; `count` is not used.
         vram_bytes: budget of each card.
 
     Raises:
-        WorkloadError: there is no budget, or the batch is too small to be divided.
+        WorkloadError: there is no budget, or the work has to be divided, and the number of samples is odd.
     """
     began = time.perf_counter()
     if vram_bytes is None:
@@ -67,7 +67,8 @@ def plan_fewest_cards(
         counts = [count for count in counts if count > 1]  # a single card shards nothing
     if not counts:
         raise WorkloadError(
-            f"a batch of {samples} samples cannot be divided among 2 cards: give the batch of all cards together"
+            f"a batch of {samples} samples cannot be divided evenly among 2 cards: give the batch of all cards, with "
+            "an even number of samples"
         )
     notes: list[str] = []
     chosen: Plan | None = None
@@ -77,7 +78,7 @@ def plan_fewest_cards(
             watch.stage(f"planning for {_cards(count)}")
         plan = _plan_on(count, workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         if chosen is None and plan is None:
-            notes.append(f"{_cards(count)}: does not fit")
+            notes.append(f"{_cards(count)}: no plan fits")
         elif chosen is None:
             chosen = plan
         else:
@@ -88,10 +89,13 @@ def plan_fewest_cards(
     if chosen is None:
         together = dataclasses.replace(cards, count=counts[-1])
         chosen = plan_sharded(workload, card, together, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
-        notes.append(
-            f"a batch of {samples} samples can be divided among {_cards(counts[-1])}, not among more: give a larger "
-            "batch to plan for more cards"
+        more = 2 * counts[-1]
+        why = (
+            f"a batch of {samples} samples cannot be divided evenly among them; give a batch that can"
+            if samples % more
+            else "give their number to plan for them"
         )
+        notes.append(f"{_cards(more)} were not tried: {why}")
     seconds = time.perf_counter() - began
     return dataclasses.replace(chosen, notes=(*chosen.notes, *notes), seconds=seconds)
 

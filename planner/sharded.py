@@ -1,7 +1,7 @@
-"""Plans the training of one model on several cards: the same search as for one card, for each way to divide it.
+"""Plans the training of one model on several cards: the search is that for one card, for each way to divide the work.
 
-A rehearsal of one rank shows the memory of all of them. The one that holds the most is rehearsed: the first one, or
-with ZeRO-1 the one with the most optimizer state. So the number of cards does not change the time that planning takes.
+Only one rank is rehearsed, since no other rank needs more memory: the first one, or with ZeRO-1 the one with the most
+optimizer state. So the time of planning does not depend on the number of cards.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def plan_sharded(
     """Return the fastest certified plan of one optimizer step on several cards, each within `vram_bytes`.
 
     The plan is for one card: `plan.workload.batch_size` is its part of the batch. Its baseline is the step that is
-    divided in the same way, without further techniques. If no plan fits, the smallest plan of the way that divides most
-    is returned.
+    divided in the same way, without further techniques. If no plan fits, the smallest plan is returned of the way that
+    divides the most among the cards.
 
     Args:
         workload: the step with the batch of all cards.
         vram_bytes: budget of each card. If None, only the baseline is rehearsed.
 
     Raises:
-        WorkloadError: the batch cannot be divided evenly, or the step is the user's own.
+        WorkloadError: the batch cannot be divided evenly, or the user gave a training step of their own.
         BudgetError: parameters and gradients alone exceed the budget.
     """
     began = time.perf_counter()
@@ -66,7 +66,7 @@ def plan_sharded(
             budget.refuse_if_hopeless(last.model, linked, sharding=last.sharding)
         plan = pipeline.plan_workload(last, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         if vram_bytes is not None:
-            notes = [f"not chosen: {describe_sharding(other.sharding)}: does not fit" for other in others]
+            notes = [f"not chosen: {describe_sharding(other.sharding)}: no plan fits" for other in others]
             plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     return dataclasses.replace(plan, seconds=time.perf_counter() - began)
 
@@ -80,10 +80,10 @@ def sharded_plan_that_fits(
     constraints: Constraints,
     watch: Watch | None = None,
 ) -> Plan | None:
-    """Return the plan of `plan_sharded` if it fits, else None. This saves the search for the smallest plan.
+    """Return the plan of `plan_sharded` if it fits, else None, without a search for the smallest plan.
 
     Raises:
-        PlannerError: the step cannot be rehearsed in any way to divide it.
+        PlannerError: the step cannot be planned in any of the ways to divide it.
     """
     found: list[tuple[Workload, Plan | None]] = []
     failed: list[tuple[Workload, PlannerError]] = []
@@ -130,7 +130,7 @@ def _with_links(card: DeviceProfile, cards: Cards, divided: Workload) -> DeviceP
 
 
 def _takes_all_without_more(plan: Plan | None, other: Workload, work: Workload) -> bool:
-    """True if a plan takes the whole batch at once, and `work` has more decisions, which could only be slower."""
+    """True if `work` is `other` with further decisions, and could only be slower: the plan needs no micro-batches."""
     is_more = len(work.sharding) > len(other.sharding) and work.sharding[: len(other.sharding)] == other.sharding
     return plan is not None and is_more and micro_batches_of(plan.decisions) == 1
 
@@ -138,10 +138,10 @@ def _takes_all_without_more(plan: Plan | None, other: Workload, work: Workload) 
 def _divided(
     workload: Workload, card: DeviceProfile, cards: Cards, *, watch: Watch | None, is_budgeted: bool = True
 ) -> tuple[Workload, ...]:
-    """Return the workload of one card for each way to divide it, from that which divides least.
+    """Return the workload of one card for each way to divide the work, starting with the way that divides the least.
 
     Args:
-        is_budgeted: False if only the baseline is asked for, which checkpoints nothing.
+        is_budgeted: False if only the baseline is rehearsed, which checkpoints nothing.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise WorkloadError(
@@ -174,7 +174,7 @@ def _divided(
 
 
 def _batch_norm_notes(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return a note if the model normalizes over the samples of one card."""
+    """Return a note if the model has layers whose statistics are those of the samples of one card."""
     norms = [
         name
         for name, module in model.named_modules()
@@ -184,29 +184,30 @@ def _batch_norm_notes(model: torch.nn.Module) -> tuple[str, ...]:
         return ()
     return (
         f"'{norms[0]}' and other BatchNorm layers compute their statistics from the samples of one card, so that "
-        "training differs from that on one card: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) uses all samples",
+        "training differs from that on one card: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them use "
+        "the samples of all cards",
     )
 
 
 def _loss_notes(workload: Workload) -> tuple[str, ...]:
-    """Return a note on what the ranks assume of a loss function."""
+    """Return a note on what is assumed of a loss function."""
     if workload.loss_fn is None:
         return ()
     return (
-        "the loss function is taken for a mean over samples: if it is a mean over something else, or a sum, give "
-        "loss_weight to rewrite.apply, so that the cards are weighed accordingly",
+        "the loss function is assumed to be a mean over samples: if it is a mean over something else, or a sum, pass "
+        "loss_weight to rewrite.apply, which then weights the losses of the cards",
     )
 
 
 def _fastest(plans: list[Plan]) -> Plan | None:
-    """Return the fastest of the plans, which fit; among equally fast ones, that which divides least. None if empty."""
+    """Return the fastest of plans that fit, and among equally fast ones the first; None if there is no plan."""
     fastest_ns = min((plan.peak.step_ns for plan in plans), default=0)
     return next((plan for plan in plans if plan.peak.step_ns <= TIE * fastest_ns), None)
 
 
 def comparison(plan: Plan | None, chosen: Plan) -> str:
-    """Return a text that compares a plan, None if it does not fit, with the chosen one."""
+    """Return a text that compares a plan with the chosen one. `plan` is None if no plan fits."""
     if plan is None:
-        return "does not fit"
+        return "no plan fits"
     needs = format_size(plan.peak.total_bytes)
     return f"{needs} on each card, {plan.peak.step_ns / max(chosen.peak.step_ns, 1):.2f} x the step time"

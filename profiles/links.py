@@ -3,9 +3,9 @@
 The data is in `links.toml`, with the source of each number. A card without NVLink uses PCIe, at the rate of its own
 copies to the host.
 
-NCCL allocates buffers on the card, outside of PyTorch's allocator: for each communicator, and there for each channel
-and each peer of a channel. How many there are depends on the links, on NCCL's version and on the collectives. So
-`nccl_bytes` is what others saw or what follows from NCCL's source, not a rehearsed figure.
+NCCL allocates buffers on the card, outside of PyTorch's allocator: each communicator has buffers for each channel and
+each peer of a channel. The number of channels and peers depends on the links, on NCCL's version and on the collectives.
+So `nccl_bytes` is not rehearsed: others reported it, or it follows from NCCL's source, or it is an assumption.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Link:
     """A link between cards."""
 
     name: str
-    """Its name in `links.toml`, which `--link` takes."""
+    """Its name in `links.toml`, and the value of `--link`."""
     title: str
     bytes_per_s: int
     """Rate in one direction for each card."""
     latency_ns: int
     """Time of a collective of a few bytes."""
     nccl_bytes: int
-    """Memory in bytes that a communicator takes of each card because of this link."""
+    """Memory in bytes that one communicator takes on each card for this link."""
     nccl_most_bytes: int
-    """The most that was seen, or that follows from NCCL's source, in bytes."""
+    """The largest figure for `nccl_bytes` that was reported, that follows from NCCL's source, or that is assumed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,12 +62,12 @@ class Links:
 
     @property
     def nccl_bytes(self) -> int:
-        """Memory in bytes that NCCL takes of each card."""
+        """Memory in bytes that NCCL takes on each card."""
         return self.communicators * sum(link.nccl_bytes for link in self._used)
 
     @property
     def nccl_most_bytes(self) -> int:
-        """The most that NCCL may take of each card in bytes, as far as is known."""
+        """The most memory in bytes that NCCL may take on each card, as far as is known."""
         return self.communicators * sum(link.nccl_most_bytes for link in self._used)
 
     @property
@@ -78,7 +78,7 @@ class Links:
         """Returns the slowest link that a collective uses.
 
         Args:
-            span: distance between the first and the last rank that take part, plus 1.
+            span: number of ranks from the first to the last one that takes part, with those in between.
         """
         return self.within if span <= self.cards_per_node else self.between
 
@@ -96,10 +96,10 @@ def with_links(
     Args:
         cards: number of cards that train together.
         communicators: number of NCCL communicators of each process.
-        within: a name of `known`, 'pcie', or None for the fastest link that the card has.
+        within: one of the names that `known` returns; None for the fastest link that the card has.
 
     Raises:
-        KeyError: the name is not known.
+        KeyError: there is no link of that name.
     """
     table = _table()
     if within is None:

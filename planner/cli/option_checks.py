@@ -149,14 +149,16 @@ CARDS_LOOPS: tuple[Loop, ...] = ("trainer", "accelerate")
 _CARDS_FORMS: dict[str, str] = {"trainer": "json", "accelerate": "config"}
 """The form of the file that --emit writes for these loops."""
 _NOT_FOR_CARDS = {
-    **dict.fromkeys(_OF_RUN, "one step is planned for several cards, not the whole run; leave it out"),
-    **dict.fromkeys(("tradeoff", "largest_batch", "smallest_card"), "ask it for one card"),
-    **dict.fromkeys(("report", "snapshot"), "the page and the snapshots show the step of one card; leave it out"),
-    "verify": "run the file that --emit writes with torchrun",
-    "loop": "only trainer and accelerate train on several cards by settings; for other loops, --emit writes a training "
-    "step that torchrun starts",
-    "gradients_alive": "accumulation is part of the plan",
-    "qlora": "FSDP2 does not divide 4-bit weights; give --lora",
+    **dict.fromkeys(_OF_RUN, "for several cards only one step is planned, not the whole run; leave it out"),
+    **dict.fromkeys(
+        ("tradeoff", "largest_batch", "smallest_card"), "only plans for one card answer it; leave one of them out"
+    ),
+    **dict.fromkeys(("report", "snapshot"), "pages and snapshots show only plans for one card; leave it out"),
+    "verify": "it trains on one card; leave it out, and start the file that --emit writes with torchrun",
+    "loop": "only trainer and accelerate have settings for several cards; for other loops, leave it out: --emit writes "
+    "a training step that torchrun starts",
+    "gradients_alive": "the plan contains the accumulation; leave it out",
+    "qlora": "4-bit weights are planned for one card only; give --lora",
 }
 """Options that cannot be combined with several cards, each with the reason."""
 _STAND_INS = ("generic", "unlisted")
@@ -178,11 +180,11 @@ _QUESTIONS = {
 }
 """For each option of the group 'questions': the options that cannot be combined with it, each with the reason."""
 _BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
+"""Options that work only together with a question, and that question."""
 _OF_CARDS = ("sharding", "mesh", "cards_per_node", "link", "offload_shards")
 """Options that describe several cards."""
 _NEEDS = {"pad_to_multiple_of": "lengths", "eval_samples": "eval_batch_size", **dict.fromkeys(_OF_CARDS, "cards")}
-"""Options that work only together with another option that is not a question."""
-"""Options that work only together with another option, and that other option."""
+"""Options that work only together with another option that is not a question, and that other option."""
 _SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)", "loop": "--for", "arguments": "--"}
 """Options that have two names on the command line, and how messages write them."""
 

@@ -29,7 +29,9 @@ GENERIC = "generic"
 
 
 UNCHECKED = "not checked: that training by the plan gives the baseline's results; --verify checks it"
-"""Line for a plan with which nothing has been trained yet."""
+"""Line for a plan for one card with which nothing has been trained yet."""
+_UNCHECKED_ON_CARDS = "not checked: that training by the plan gives the baseline's results; --verify is for one card"
+"""The same line for a plan for several cards."""
 
 
 def render(plan: Plan, *, verified: bool = False) -> RenderableType:
@@ -43,7 +45,7 @@ def render(plan: Plan, *, verified: bool = False) -> RenderableType:
         parts += [*run_parts(plan.run), Text()]
     parts += [*_decisions(plan), Text(), _verdict(plan)]
     if plan.fits and plan.decisions and not verified:
-        parts.append(Text(UNCHECKED))
+        parts.append(Text(UNCHECKED if cards_of(plan.decisions) == 1 else _UNCHECKED_ON_CARDS))
     if plan.shortfall is not None:
         parts += _shortfall(plan, plan.shortfall)
     if plan.notes:

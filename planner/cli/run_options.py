@@ -55,8 +55,8 @@ def add_cards(group: argparse._ArgumentGroup) -> None:
         "--cards",
         type=_number_of_cards,
         metavar="N",
-        help="train on N cards, each with its part of the batch; --vram is then the budget of each card; or 'fewest': "
-        "the smallest number of cards with which a plan fits (default: 1)",
+        help="train on N cards, among which the samples of --batch-size are divided; --vram is then the budget of each "
+        "card; 'fewest' stands for the smallest number of cards with which a plan fits (default: 1)",
     )
     group.add_argument(
         "--sharding",
@@ -72,7 +72,7 @@ def add_cards(group: argparse._ArgumentGroup) -> None:
         help="with --cards: C copies of the model, each sharded over N cards, such as 2x4 (default: one copy)",
     )
     group.add_argument(
-        "--cards-per-node", type=positive, metavar="N", help="with --cards: cards in a machine (default: 8)"
+        "--cards-per-node", type=positive, metavar="N", help="with --cards: number of cards in a machine (default: 8)"
     )
     group.add_argument(
         "--link",
@@ -82,7 +82,7 @@ def add_cards(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--offload-shards",
         action="store_true",
-        help="with --cards: keep shards and optimizer state in host memory, where the optimizer runs",
+        help="with --cards: keep shards and optimizer state in host memory, where the optimizer then runs",
     )
 
 
@@ -92,7 +92,9 @@ def _mesh(text: str) -> tuple[int, int]:
     try:
         return positive(first), positive(second)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no mesh: give two numbers of cards, such as 2x4") from None
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a mesh: give the number of copies and the cards for each copy, such as 2x4"
+        ) from None
 
 
 def _number_of_cards(text: str) -> int | str:

@@ -1,8 +1,8 @@
 """The units that accelerate 1.15 makes of a model for FSDP2 (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`).
 
 Each module of the named classes is a unit, and so are the input embeddings. The last norm and the output embeddings are
-one unit together, which stays gathered until backward. If input and output embeddings share their weights, the input
-embeddings belong to it, too. All other parameters are the unit of the model itself.
+one unit together, the last one, which stays gathered until backward. If input and output embeddings share their
+weights, the input embeddings belong to this unit, too. All other parameters form the unit of the model itself.
 
 accelerate checkpoints the modules of the named classes (`fsdp2_apply_ac`), and no others.
 `tests/ranks/test_accelerate_units.py` compares this file with accelerate's functions.
@@ -23,7 +23,7 @@ def classes_of(paths: Iterable[str], model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def units_of(model: torch.nn.Module, classes: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the paths of the units in the order in which accelerate makes them, and those of the last unit together.
+    """Returns the paths of the units in the order in which accelerate makes them, and of the modules of the last unit.
 
     Args:
         classes: names of classes whose modules are units.

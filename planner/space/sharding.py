@@ -26,9 +26,9 @@ class Cards:
 
     count: int
     fewest: bool = False
-    """True to find the smallest number of cards with which a plan fits; `count` is then the smallest of several."""
+    """True to find the smallest number of cards with which a plan fits; `count` is then 2, and not used."""
     mesh: tuple[int, ...] | None = None
-    """Copies of the model, and cards that hold one copy together; None to let the planner choose."""
+    """Number of copies of the model, and of the cards that hold one copy together; None for a single copy."""
     way: str | None = None
     """One of `WAYS`; None to let the planner choose."""
     offload: bool = False
@@ -38,7 +38,7 @@ class Cards:
     prepared_by: str = ""
     """'accelerate' if accelerate prepares the model, alone or for transformers' `Trainer`; else ''."""
     checkpoints: bool | None = None
-    """True if a library that prepares the model has to checkpoint all blocks, False if it may not."""
+    """True if the library that prepares the model must checkpoint all blocks, False if it must not; None if it may."""
     link: str | None = None
     """Name of the link within a machine (`planner.profiles.links.known`); None for the fastest one of the card."""
 
@@ -46,17 +46,17 @@ class Cards:
         if type(self.count) is not int or self.count < 2:
             raise WorkloadError(f"cards={self.count!r}: give the number of cards, at least 2, or leave it out for one")
         if self.way is not None and self.way not in WAYS:
-            raise WorkloadError(
-                f"'{self.way}' is no known way to train on several cards: choose from {', '.join(WAYS)}"
-            )
+            raise WorkloadError(f"sharding '{self.way}' is unknown: choose from {', '.join(WAYS)}, or leave it out")
         if self.mesh is not None and self.fewest:
-            raise WorkloadError("a mesh has a number of cards: give this number instead of 'fewest', or leave it out")
+            raise WorkloadError(
+                "a mesh states the number of cards: give that number instead of 'fewest', or leave the mesh out"
+            )
         if self.mesh is not None:
             copies_and_shards = len(self.mesh) == 2 and all(size > 1 for size in self.mesh)
             if not copies_and_shards or self.mesh[0] * self.mesh[1] != self.count:
                 raise WorkloadError(
-                    f"a mesh of {' x '.join(map(str, self.mesh))} does not have {self.count} cards: give the number of "
-                    f"copies and the cards for each copy, such as {max(self.count // 8, 2)}x{min(self.count // 2, 8)}"
+                    f"a mesh of {' x '.join(map(str, self.mesh))} is not one of {self.count} cards with at least two "
+                    f"copies of the model, and two cards for each copy: {_mesh_advice(self.count)}"
                 )
             if self.way in ("ddp", "zero1"):
                 raise WorkloadError(
@@ -68,10 +68,10 @@ class Cards:
             raise WorkloadError(f"offloading is for sharded models, and '{self.way}' does not shard: use fsdp")
 
     def _refuse_what_is_not_prepared(self) -> None:
-        """Raises `WorkloadError` for ways that cannot be planned as accelerate prepares the model."""
+        """Raises `WorkloadError` for what cannot be planned if accelerate prepares the model."""
         if self.way == "zero1":
             raise WorkloadError(
-                f"{self.prepared_by} has no ZeRO-1 but DeepSpeed's, whose memory cannot be certified: choose ddp, "
+                f"{self.prepared_by} offers ZeRO-1 only by DeepSpeed, whose memory cannot be certified: choose ddp, "
                 "zero2 or fsdp, or leave the sharding out"
             )
         for is_given, what in ((self.mesh is not None, "a mesh"), (self.offload, "shards in host memory")):
@@ -80,6 +80,14 @@ class Cards:
                     f"{what} cannot be planned for a model that {self.prepared_by} prepares: leave it out, or plan "
                     "without --for"
                 )
+
+
+def _mesh_advice(count: int) -> str:
+    """Returns what to give instead of a mesh that does not have this number of cards."""
+    sizes = [size for size in range(2, min(count // 2, CARDS_PER_NODE) + 1) if not count % size]
+    if not sizes:
+        return "leave the mesh out, because this number of cards has no such mesh"
+    return f"give the number of copies and the cards for each copy, such as {count // sizes[-1]}x{sizes[-1]}"
 
 
 def several_cards(
@@ -96,7 +104,7 @@ def several_cards(
     """Returns the cards that the user describes; None for one card.
 
     Raises:
-        WorkloadError: the description contradicts itself, or says more about a single card.
+        WorkloadError: the description contradicts itself, or describes several cards without their number.
     """
     if count is None or count == 1:
         if mesh or way or offload or link or per_node:
@@ -123,7 +131,7 @@ def several_cards(
 
 
 def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
-    """Returns the ways to train on these cards, from the one that divides least to the one that divides most."""
+    """Returns the ways to train on these cards, from the one that divides the least to that which divides the most."""
     units, shard_mesh = repeated_blocks(model), cards.mesh or (cards.count,)
     refuse_quantized(model)
     if cards.prepared_by:
@@ -141,7 +149,11 @@ def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
 
 
 def _as_accelerate_prepares(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
-    """Returns the ways in which accelerate trains on these cards. A way that it refuses for this model is left out."""
+    """Returns the ways in which accelerate trains on these cards.
+
+    Raises:
+        WorkloadError: accelerate cannot prepare this model for FSDP2.
+    """
     mesh, library, ways = (cards.count,), cards.prepared_by, []
     if cards.way in (None, "ddp"):
         ways.append(Shard(way="ddp", mesh=mesh, prepared_by=library))
@@ -157,12 +169,12 @@ def _as_accelerate_prepares(model: torch.nn.Module, cards: Cards) -> tuple[Shard
 
 
 def refuse_quantized(model: torch.nn.Module) -> None:
-    """Raises `WorkloadError` if the model has quantized parameters, which FSDP2 cannot divide."""
+    """Raises `WorkloadError` if the model has quantized parameters, with which no way is planned."""
     for name, parameter in model.named_parameters():
         if is_quantized(parameter):
             raise WorkloadError(
-                f"'{name}' has 4-bit weights, which cannot be planned for several cards: train adapters on weights in "
-                "full precision (--lora), or plan for one card"
+                f"'{name}' has 4-bit weights, which cannot be planned for several cards: train adapters on weights "
+                "that are not quantized (--lora), or plan for one card"
             )
 
 

@@ -1,18 +1,18 @@
-"""Makes a process one rank of many, without the others: collectives allocate what they must, and move nothing.
+"""Makes a process one rank of several that do not exist: collectives allocate their buffers, and send no data.
 
 `fully_shard`, `DistributedDataParallel` and DTensors then run unmodified on fake tensors. PyTorch's own fake process
 group (`torch.testing._internal.distributed.fake_pg`) serves as the backend. What it lacks is replaced here:
 
-- Device meshes and the reducer of DistributedDataParallel compute with tensors of ranks and indices on the host. They
-  get real tensors there, although a fake mode is active.
-- DistributedDataParallel compares and broadcasts the values of parameters when it is made. This is left out: fake
-  tensors have no values. It averages gradients by a hook, in the same memory as without one.
+- Device meshes and the reducer of DistributedDataParallel compute with tensors of ranks and indices on the host. These
+  tensors are real, although a fake mode is active.
+- DistributedDataParallel compares and broadcasts the values of parameters when it is made. This is left out, because
+  fake tensors have no values. Gradients are averaged by a hook, in the same memory as without a hook.
 - FSDP2 divides each parameter into the shards of all ranks, and takes one of them. Only the shards that it takes are
   made, so that more cards do not take more time.
 - DTensor derives the sharding of an op for each tensor of a list, such as all parameters in a step of the optimizer.
-  Tensors of the same shape and sharding get the same result, so one of each kind is enough.
-- FSDP2 pads uneven shards again when the model runs first, unless their memory has the address that it had before.
-  Fakes have no addresses, so their storages are compared.
+  Tensors of the same shape and sharding get the same result, so it is derived once for all of them.
+- FSDP2 pads uneven shards again in the first forward, unless their memory has the same address as before. Fake tensors
+  have no addresses, so their storages are compared.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def join(device: str, *, cards: int, rank: int) -> None:
 
 
 def _let_shards_stay() -> None:
-    """Keeps FSDP2 from padding shards a second time, when the model runs first."""
+    """Keeps FSDP2 from padding shards a second time, in the first forward."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     pad = FSDPParam.reset_sharded_param
@@ -76,7 +76,7 @@ def _make_shards_on_demand() -> None:
 
 
 class ShardsOnDemand:
-    """The shards of a tensor for all ranks, as `torch.chunk` makes them. Ranks that get nothing have empty shards.
+    """The shards of a tensor for all ranks, as `torch.chunk` makes them. If there are fewer, the last ranks' are empty.
 
     Args:
         num_chunks: number of ranks.
@@ -180,7 +180,7 @@ class _SilentLogger:
 def _averaged(state, bucket):  # PyTorch compares annotations with classes, and here they would be texts
     """Averages a bucket of gradients in place, as DistributedDataParallel does without a hook.
 
-    A future of the fake process group holds no tensor, which the reducer asks for.
+    The reducer asks a future for its tensor, and the futures of the fake process group have none.
     """
     torch.distributed.all_reduce(bucket.buffer().div_(torch.distributed.get_world_size()))
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 import textwrap
+from typing import Any
 
 from planner.plan_types.categories import Category
+from planner.plan_types.decision_base import Role, cards_of, with_roles
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import margin_bytes
+from planner.profiles.links import CARDS_PER_NODE
 from planner.rewrite.emitted_code import WIDTH
 from planner.workload.call_convention import Calling
 
@@ -31,11 +34,13 @@ def header(plan: Plan, file_name: str) -> str:
 
 
 def _title(plan: Plan) -> str:
-    title = f"One training step of {plan.model.name} ({plan.model.parameters:,} parameters) on {plan.card}"
+    cards = cards_of(plan.decisions)
+    title = f"One training step of {plan.model.name} ({plan.model.parameters:,} parameters) on "
+    title += plan.card if cards == 1 else f"{cards} cards {plan.card}"
     if plan.vram_bytes is None:
         return f"{title}."
     verdict = "within" if plan.fits else "that does NOT fit"
-    return f"{title}, {verdict} {plan.vram_bytes / MIB:,.0f} MiB."
+    return f"{title}, {verdict} {plan.vram_bytes / MIB:,.0f} MiB{'' if cards == 1 else ' on each'}."
 
 
 def _made_with(plan: Plan) -> str:
@@ -53,6 +58,7 @@ def _command(plan: Plan, file_name: str) -> str:
             *([f"margin={margin!r}"] if margin is not None else []),
             *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
             f"gpu={plan.card!r}",
+            *_cards_in_python(plan),
             f"fidelity={plan.fidelity!r}",
             *(["step=step", "optimizer=optimizer"] if is_own else [f"optimizer={plan.workload.optimizer!r}"]),
             *([f"force={plan.forced!r}"] if plan.forced else []),
@@ -64,12 +70,13 @@ def _command(plan: Plan, file_name: str) -> str:
     options = [
         *([("--vram", _size(plan.vram_bytes))] if plan.vram_bytes is not None else []),
         *([] if margin is None else [("--margin", margin)]),
-        ("--batch-size", str(plan.workload.batch_size)),
+        ("--batch-size", str(plan.workload.batch_size * cards_of(plan.decisions))),
         *([("--seq-len", str(plan.workload.seq_len))] if plan.workload.seq_len is not None else []),
         *([] if is_own else [("--optimizer", plan.workload.optimizer)]),
         *([plan.model.adapter.option] if plan.model.adapter is not None else []),
         *([("--dtype", plan.model.dtype)] if ":" not in plan.model.reference else []),
         ("--gpu", plan.card),
+        *_cards_on_command_line(plan),
         ("--fidelity", plan.fidelity),
         *(("--force", kind) for kind in plan.forced),
         *(("--forbid", kind) for kind in plan.forbidden),
@@ -80,6 +87,39 @@ def _command(plan: Plan, file_name: str) -> str:
     script = [("--", *plan.model.arguments)] if plan.model.arguments else []
     words = (("plan", plan.model.reference), *options, *script)
     return _filled([shlex.join(option) for option in words], " ", " \\")
+
+
+def _cards_on_command_line(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the options about several cards; empty for one card."""
+    shard, per_node = _sharding(plan), plan.cards_per_node
+    if not shard:
+        return []
+    return [
+        ("--cards", str(cards_of(plan.decisions))),
+        ("--sharding", shard["way"]),
+        *([("--mesh", "x".join(map(str, shard["mesh"])))] if len(shard["mesh"]) > 1 else []),
+        *([("--offload-shards",)] if shard.get("offload") else []),
+        *([("--link", plan.link)] if plan.link is not None else []),
+        *([("--cards-per-node", str(per_node))] if per_node not in (None, CARDS_PER_NODE) else []),
+    ]
+
+
+def _cards_in_python(plan: Plan) -> list[str]:
+    """Return the arguments of `planner.plan` about several cards; empty for one card."""
+    shard = _sharding(plan)
+    if not shard:
+        return []
+    return [
+        f"cards={cards_of(plan.decisions)}",
+        f"sharding={shard['way']!r}",
+        *([f"mesh={tuple(shard['mesh'])!r}"] if len(shard["mesh"]) > 1 else []),
+        *([f"link={plan.link!r}"] if plan.link is not None else []),
+    ]
+
+
+def _sharding(plan: Plan) -> dict[str, Any]:
+    """Return the decision by which several cards train together as the plan file has it; empty for one card."""
+    return next((decision.to_json() for decision in with_roles(plan.decisions, Role.SHARDING)), {})
 
 
 def _filled(options: list[str], between: str, at_end: str) -> str:
@@ -113,7 +153,8 @@ def _size(size_bytes: int) -> str:
 
 
 def _decisions(plan: Plan) -> list[str]:
-    batch = f"a batch of {plan.workload.batch_size} samples"
+    cards = cards_of(plan.decisions)
+    batch = f"a batch of {plan.workload.batch_size} samples{'' if cards == 1 else f' on each of {cards} cards'}"
     return [f"{batch}, optimizer {plan.workload.optimizer}", *(decision.describe() for decision in plan.decisions)]
 
 

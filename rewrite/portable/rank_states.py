@@ -1,7 +1,7 @@
-"""Sends the weights of rank 0 to ranks that hold only the structure of the model, and saves and loads checkpoints.
+"""Sends the weights of rank 0 to ranks that have only the structure of the model, and saves and loads checkpoints.
 
 The state of the optimizer is saved by the names of parameters, so that another number of processes can load it.
-`ZeroRedundancyOptimizer` steps an inner optimizer over the parameters of its rank: the state of that one is saved.
+`ZeroRedundancyOptimizer` has an inner optimizer for the parameters of its rank, whose state is saved.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def refuse_other_model(model):
     torch.distributed.all_gather_object(everywhere, different[:3])
     if names := dict.fromkeys(name for names in everywhere for name in names):
         raise RuntimeError(
-            f"the model is not that of rank 0, since it was built on the meta device: {', '.join(names)} is different. "
-            "Make each such tensor a buffer of its own, or build the whole model in each process"
+            f"{', '.join(names)}: here the model of rank 0 differs from that of other ranks, which was built on the "
+            "meta device. Register each tensor that is named as a buffer, or build the whole model in each process"
         )
 
 
@@ -69,7 +69,7 @@ def save_checkpoint(folder, model, optimizer, step, **others):
 
 
 def load_checkpoint(folder, model, optimizer, **others):
-    """Load what `save_checkpoint` saved, also if another number of processes did, and return its step."""
+    """Load what `save_checkpoint` saved with any number of processes, and return the number of its last step."""
     content = training_state(model, optimizer, 0, others)
     torch.distributed.checkpoint.load(content, checkpoint_id=folder)
     inner = getattr(optimizer, "optim", optimizer)
@@ -84,7 +84,7 @@ def load_checkpoint(folder, model, optimizer, **others):
 
 
 def training_state(model, optimizer, step, others):
-    """Return the state dicts of a checkpoint. The optimizer's has the names of parameters as keys."""
+    """Return the state dicts of a checkpoint. In that of the optimizer, the names of parameters are the keys."""
     inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer: that of this process's parameters
     copy_settings(optimizer, inner)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -99,6 +99,6 @@ def training_state(model, optimizer, step, others):
 
 
 def copy_settings(optimizer, other):
-    """Give the groups of another optimizer the same hyperparameters, such as the learning rate of a scheduler."""
+    """Copy the hyperparameters of an optimizer to another, such as the learning rate that a scheduler has set."""
     for group, settings in zip(other.param_groups, optimizer.param_groups, strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})

@@ -2,13 +2,14 @@
 
 - FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al., PyTorch FSDP, 2023; Rajbhandari et al., ZeRO, 2020): each
   card has a part of every parameter, of its gradient and of its optimizer state. The parameters of a unit are gathered
-  before its forward and its backward. They are kept in between if the unit is in `kept`, or the `tail` of accelerate.
-- `DistributedDataParallel`: each card has the whole model, and gradients are averaged in backward. They lie in its
-  buckets, but next to them if accelerate makes it.
-- `ZeroRedundancyOptimizer`: the same, but each card has the optimizer state of a part of the parameters.
+  before its forward and its backward. They stay gathered in between if the unit is in `kept`, or is the `tail`.
+- `DistributedDataParallel`: each card has the whole model, and gradients are averaged in backward. They are views of
+  its buckets; if accelerate prepares the model, they are separate tensors.
+- `ZeroRedundancyOptimizer`: as with DistributedDataParallel, but each card has the optimizer state of only a part of
+  the parameters.
 
-`fully_shard` replaces the parameters of the model by shards (DTensors). An optimizer that was made before holds the old
-parameters; its groups get the new ones here.
+`fully_shard` replaces the parameters of the model by shards (DTensors). An optimizer that was made before still has the
+old parameters in its groups, and gets the new ones here.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def shard(rewriting: Rewriting, decision: Shard) -> None:
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if processes != decision.cards:
         raise DecisionError(
-            f"the plan is for {decision.cards} cards, and {processes} processes train: start them with torchrun "
-            f"--nproc-per-node {decision.cards}, and call torch.distributed.init_process_group() before the plan is "
-            "applied"
+            f"the plan is for {decision.cards} cards, but the number of processes is {processes}: start them with "
+            f"torchrun --nproc-per-node {decision.cards}, and call torch.distributed.init_process_group() before the "
+            "plan is applied"
         )
     if any(hasattr(module, "_get_fsdp_state") for module in rewriting.model.modules()):
         raise DecisionError("the model is sharded already: apply a plan for several cards once, to a new model")
@@ -223,7 +224,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     )
 
 
-_UNITS = "# The parameters of each of these modules are gathered together, and those of all other modules, too."
-_TAIL = "# The parameters of these modules are gathered together, and stay gathered until backward."
+_UNITS = "# FSDP2 gathers the parameters of each of these modules together. All other parameters form one more unit."
+_TAIL = "# The parameters of these modules together are one more unit, which stays gathered until backward."
 _SHARD_TAIL = "fully_shard([model.get_submodule(name) for name in TAIL], reshard_after_forward=False, **options)\n"
 _KEPT = "# These modules stay gathered between forward and backward."

@@ -4,10 +4,12 @@ The `Trainer` prepares the model with accelerate, so that both train the same st
 DistributedDataParallel. The settings are those of transformers 5.23 (`TrainingArguments._process_fsdp_args`) and
 accelerate 1.15 (`accelerate.commands.launch`).
 
-Where accelerate takes memory by its own choice, the settings name it:
+Two settings replace defaults under which the step would not be the planned one:
 
-- With FSDP2 it would keep the gradients of micro-batches whole (`no_sync`). `sync_each_batch` reduces them in each.
-- The `Trainer` would look for parameters without a gradient in each step, which the planned step does not.
+- Under FSDP2, accelerate keeps unsharded gradients until the last micro-batch (`no_sync`). With `sync_each_batch` it
+  reduce-scatters them after each micro-batch.
+- Under DistributedDataParallel, the `Trainer` searches for parameters without a gradient in each step. With
+  `ddp_find_unused_parameters=False` it does not.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ def is_on_cards(plan: Plan) -> bool:
         return False
     if _shard(plan).preparing_library != LIBRARY:
         raise DecisionError(
-            f"the plan divides the work among {cards_of(plan.decisions)} cards in a way that neither the Trainer nor "
-            "accelerate has: plan again with --for trainer or --for accelerate, or use rewrite.apply"
+            f"the plan divides the work among {cards_of(plan.decisions)} cards in another way than the Trainer and "
+            "accelerate do: plan again with --for trainer or --for accelerate, or use rewrite.apply"
         )
     return True
 
@@ -73,7 +75,7 @@ def accelerate_config(plan: Plan, machines: int = 1) -> str:
     """Returns the text of the YAML file with which `accelerate launch --config_file` starts the planned processes.
 
     Args:
-        plan: a plan that was made for accelerate; for one card or for several.
+        plan: a plan that was made for accelerate, for one card or for several.
         machines: number of machines, with the same number of cards each.
 
     Raises:
@@ -100,7 +102,7 @@ def accelerate_config(plan: Plan, machines: int = 1) -> str:
 
 
 def _launcher_settings(plan: Plan) -> dict[str, Any]:
-    """Returns the settings of FSDP2 by the names of the launcher, which wants a list of classes as one text."""
+    """Returns the settings of FSDP2 by the names of the launcher, which reads the classes as one text."""
     settings = {"version": 2, **_fsdp_settings(plan, _shard(plan)), "offload_params": False}
     classes = "transformer_layer_cls_to_wrap"
     if classes in settings:
@@ -109,7 +111,7 @@ def _launcher_settings(plan: Plan) -> dict[str, Any]:
 
 
 def _fsdp_settings(plan: Plan, shard: Shard) -> dict[str, Any]:
-    """Returns the settings of FSDP2, by the names that the Trainer gives them."""
+    """Returns the settings of FSDP2 by the names of the Trainer."""
     return {
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if shard.classes else "NO_WRAP",
         **({"transformer_layer_cls_to_wrap": list(shard.classes)} if shard.classes else {}),

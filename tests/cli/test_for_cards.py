@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
         (["--for", "accelerate", "--emit", "a.yaml"], "--for accelerate and --cards"),
         (["--for", "trainer", "--cards", "2", "--verify"], "--verify cannot be combined with --cards"),
         (["--for", "trainer", "--cards", "2", "--force", "chunked-loss"], "--force chunked-loss cannot be combined"),
-        (["--for", "accelerate", "--cards", "4", "--sharding", "zero1"], "accelerate has no ZeRO-1 but DeepSpeed's"),
+        (["--for", "accelerate", "--cards", "4", "--sharding", "zero1"], "accelerate offers ZeRO-1 only by DeepSpeed"),
         (["--for", "trainer", "--cards", "4", "--mesh", "2x2"], "a mesh cannot be planned"),
         (["--for", "trainer", "--cards", "4", "--offload-shards"], "shards in host memory cannot be planned"),
     ],

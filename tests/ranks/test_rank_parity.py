@@ -296,7 +296,7 @@ def test_a_loss_that_is_a_sum_is_added_up_if_its_weight_says_so():
 def test_another_number_of_processes_is_refused():
     model, batch, _ = built(Training(build=LLAMA, shard=fsdp))
     training = Training(build=LLAMA, shard=fsdp)
-    with pytest.raises(DecisionError, match="the plan is for 2 cards, and 1 processes train: start them with torchrun"):
+    with pytest.raises(DecisionError, match="the plan is for 2 cards, but the number of processes is 1: start them"):
         applied(training, model, 4, None, batch, fsdp(model, 2))
 
 

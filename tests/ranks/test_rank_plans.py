@@ -77,7 +77,9 @@ def test_the_ways_are_those_that_the_user_allows():
     ("arguments", "message"),
     {
         "no number": ({"count": 1}, "cards=1: give the number of cards, at least 2"),
-        "another mesh": ({"count": 8, "mesh": (2, 2)}, "a mesh of 2 x 2 does not have 8 cards"),
+        "another mesh": ({"count": 8, "mesh": (2, 2)}, "a mesh of 2 x 2 is not one of 8 cards .*, such as 2x4$"),
+        "a mesh of one copy": ({"count": 20, "mesh": (1, 20)}, "a mesh of 1 x 20 is not one .*, such as 4x5$"),
+        "a prime number of cards": ({"count": 7, "mesh": (2, 4)}, "leave the mesh out, because this number of cards"),
         "copies in a mesh": ({"count": 8, "mesh": (2, 4), "way": "ddp"}, "a mesh is for sharded models"),
         "offloaded copies": ({"count": 8, "way": "zero1", "offload": True}, "offloading is for sharded models"),
     }.values(),
@@ -187,7 +189,7 @@ def test_shards_are_chosen_where_copies_do_not_fit_and_the_notes_compare_the_way
     assert roomy.peak.step_ns <= scarce.peak.step_ns
     assert next(d for d in scarce.decisions if d.kind == "shard").way == "fsdp"
     compared = [note for note in scarce.notes if note.startswith("not chosen: ")]
-    assert [note.rpartition(": ")[2] for note in compared] == ["does not fit", "does not fit"]
+    assert [note.rpartition(": ")[2] for note in compared] == ["no plan fits", "no plan fits"]
 
 
 @pytest.mark.slow
@@ -200,7 +202,7 @@ def test_the_smallest_number_of_cards_is_found_and_larger_ones_are_compared():
     assert cards in (2, 4, 8, 16)
     smaller = {1, 2, 4, 8} & set(range(cards))
     for count in smaller:
-        assert f"{count} card{'s' if count > 1 else ''}: does not fit" in plan.notes
+        assert f"{count} card{'s' if count > 1 else ''}: no plan fits" in plan.notes
     if cards > 2:
         assert not planner.plan(llama(), batch(), cards=cards // 2, **options).fits
     more = [note for note in plan.notes if note.startswith((f"{2 * cards} cards: ", f"{4 * cards} cards: "))]
@@ -211,9 +213,9 @@ def test_the_smallest_number_of_cards_is_found_and_larger_ones_are_compared():
 def test_the_smallest_number_of_cards_needs_a_budget_and_a_batch_that_can_be_divided():
     with pytest.raises(WorkloadError, match="depends on the memory of a card"):
         planner.plan(llama(), batch(), vram=None, gpu="bare", cards="fewest")
-    with pytest.raises(WorkloadError, match="a batch of 3 samples cannot be divided among 2 cards"):
+    with pytest.raises(WorkloadError, match="a batch of 3 samples cannot be divided evenly among 2 cards"):
         planner.plan(llama(), batch(3), gpu="bare", vram="1GiB", cards="fewest", sharding="ddp")
-    with pytest.raises(WorkloadError, match="a mesh has a number of cards"):
+    with pytest.raises(WorkloadError, match="a mesh states the number of cards"):
         planner.plan(llama(), batch(), gpu="bare", vram="1GiB", cards="fewest", mesh=(2, 2))
     with pytest.raises(WorkloadError, match="cards='some'"):
         planner.plan(llama(), batch(), gpu="bare", vram="1GiB", cards="some")
@@ -264,7 +266,7 @@ def test_a_slower_link_makes_the_step_slower_and_changes_no_byte():
     {
         "an odd batch": ({"cards": 3}, "a batch of 16 samples cannot be divided evenly among 3 cards"),
         "one card": ({"sharding": "fsdp"}, "describe several cards: give their number, at least 2"),
-        "an unknown way": ({"cards": 2, "sharding": "tp"}, "'tp' is no known way to train on several cards"),
+        "an unknown way": ({"cards": 2, "sharding": "tp"}, "sharding 'tp' is unknown: choose from ddp"),
         "an unknown link": ({"cards": 2, "link": "nvlink-9"}, "link 'nvlink-9' is unknown: choose from nvlink-2"),
         "a run": ({"cards": 2, "between": "save"}, "a whole run cannot be planned for several cards"),
     }.values(),
@@ -336,7 +338,7 @@ def test_batch_norm_and_the_meaning_of_a_loss_function_are_noted():
     values = torch.randn(4, 8)
     notes = planner.plan(model, (values, values), vram=None, gpu="bare", loss_fn=squares, cards=2, sharding="ddp").notes
     assert any(note.startswith("'1' and other BatchNorm layers compute their statistics") for note in notes)
-    assert any(note.startswith("the loss function is taken for a mean over samples") for note in notes)
+    assert any(note.startswith("the loss function is assumed to be a mean over samples") for note in notes)
 
 
 @pytest.mark.slow

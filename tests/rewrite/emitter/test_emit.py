@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import os
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from planner.cli.options import parser
 from planner.errors import PlanFileError
 from planner.plan_types.decisions import (
     Accumulation,
@@ -21,11 +25,13 @@ from planner.plan_types.decisions import (
     Optimizer,
     OptimizerKernel,
     Precision,
+    Shard,
     StepInBackward,
 )
 from planner.plan_types.plan import Plan
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite import emit, source
+from planner.rewrite.emitter.header import header
 from planner.workload.call_convention import Calling
 from tests.support.training import (
     Convolutional,
@@ -259,6 +265,27 @@ def test_the_header_tells_the_plan_the_prediction_and_the_command(tmp_path):
     assert "CUDA context                     420.0           420.0" in header
     assert "baseline   with the plan" in header
     assert all(len(line) <= 120 for line in path.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("decision", "cards", "facts"),
+    [
+        (Shard(way="zero1", mesh=(2,)), 2, {"link": "pcie"}),
+        (Shard(way="fsdp", mesh=(2, 4), offload=True), 8, {"link": "nvlink-4", "cards_per_node": 4}),
+    ],
+    ids=["copies", "shards"],
+)
+def test_the_header_of_a_file_for_several_cards_has_the_command_that_plans_for_them(decision, cards, facts):
+    batch = tokens()
+    plan = plan_for(seeded(roberta), batch, decision, reference="tests/fixtures/roberta", **facts)
+    (command,) = re.findall(r"^    plan .*?(?<!\\)$", header(plan, "step.py"), re.DOTALL | re.MULTILINE)
+    options = parser().parse_args(shlex.split(command.replace("\\\n", " "))[1:])
+    assert (options.cards, options.sharding, options.link) == (cards, decision.way, facts["link"])
+    assert options.batch_size == cards * len(batch["input_ids"])
+    assert (options.mesh or (cards,), options.offload_shards) == (decision.mesh, decision.offload)
+    assert options.cards_per_node == facts.get("cards_per_node")
+    call = header(dataclasses.replace(plan, model=dataclasses.replace(plan.model, reference=None)), "step.py")
+    assert f"cards={cards}, sharding='{decision.way}'" in " ".join(call.split())
 
 
 def test_a_causal_model_is_counted_without_its_first_labels(tmp_path):
