@@ -151,7 +151,8 @@ _CARDS_FORMS: dict[str, str] = {"trainer": "json", "accelerate": "config"}
 _NOT_FOR_CARDS = {
     **dict.fromkeys(_OF_RUN, "for several cards only one step is planned, not the whole run; leave it out"),
     **dict.fromkeys(
-        ("tradeoff", "largest_batch", "smallest_card"), "only plans for one card answer it; leave one of them out"
+        ("tradeoff", "largest_batch", "smallest_card"),
+        "this question is answered for one card only; leave one of the options out",
     ),
     **dict.fromkeys(("report", "snapshot"), "pages and snapshots show only plans for one card; leave it out"),
     "verify": "it trains on one card; leave it out, and start the file that --emit writes with torchrun",
