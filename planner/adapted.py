@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 
 from planner import pipeline
-from planner.errors import PlannerError, TimeLimitError
+from planner.errors import StepError, TimeLimitError
 from planner.plan_types.adapter import ALL_LINEAR, Adapter
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, Role
@@ -102,7 +102,7 @@ def _tried(
                 found = plan_that_fits(adapted, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         except (TimeIsUp, TimeLimitError):
             found = TimeLimitError(f"planning ended {watch.cause}")
-        except PlannerError as error:
+        except StepError as error:
             found = str(error)
         tried.append((adapter, found or "not enough on its own"))
         if isinstance(found, Plan) or watch.left_seconds <= 0:

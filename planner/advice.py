@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from planner import profiles
 from planner.adapted import ADAPTERS
-from planner.errors import BudgetError, PlannerError
+from planner.errors import BudgetError, StepError, TimeLimitError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, fidelity_of, micro_batches_of
 from planner.plan_types.plan import NextStep, Plan, Relaxation
@@ -57,7 +57,7 @@ def _holds_in_4_bits(workload: Workload, card: DeviceProfile, budget: Budget) ->
         return False
     try:
         budget.refuse_if_hopeless(adapted_workload(workload, ADAPTERS[-1]).model, card)
-    except PlannerError:
+    except StepError:
         return False
     return True
 
@@ -111,7 +111,7 @@ def _plan_with(
     watch.check()
     try:
         return plan_that_fits(build(), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
-    except PlannerError:
+    except (StepError, TimeLimitError):
         return None
 
 

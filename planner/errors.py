@@ -7,7 +7,11 @@ class PlannerError(Exception):
     """Base class of the planner's errors. The `plan` command prints `str(error)` on one line and exits with code 2."""
 
 
-class WorkloadError(PlannerError):
+class StepError(PlannerError):
+    """This training step cannot be planned. Another model, batch, budget or technique may be possible."""
+
+
+class WorkloadError(StepError):
     """The model reference, the batch or the loss function cannot be used."""
 
 
@@ -15,7 +19,7 @@ class SizeError(PlannerError):
     """The memory size cannot be parsed."""
 
 
-class BudgetError(PlannerError):
+class BudgetError(StepError):
     """The budget cannot hold the model whatever the plan. The `plan` command exits with code 1, as if nothing fits."""
 
 
@@ -23,11 +27,11 @@ class DeviceProfileError(PlannerError):
     """The card is not known, or its profile file is not well formed."""
 
 
-class RehearsalError(PlannerError):
+class RehearsalError(StepError):
     """The virtual GPU could not run the step. The message names the operator, its module and its source line."""
 
 
-class DecisionError(PlannerError):
+class DecisionError(StepError):
     """A decision cannot be applied to this model, or cannot be combined with another decision or constraint."""
 
 
@@ -35,8 +39,15 @@ class PlanFileError(PlannerError):
     """A plan file cannot be read or was saved for another model, or an output file cannot be written."""
 
 
-class RehearsalProcessError(PlannerError):
+class RehearsalProcessError(StepError):
     """The child process that rehearses the step ended without a result."""
+
+
+class MachineError(PlannerError):
+    """The machine ended a process of the planner, or refused to start one. The command exits with code 3.
+
+    It says nothing about the step: a plan made without that process would depend on the load of the machine.
+    """
 
 
 class TimeLimitError(PlannerError):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from planner import pipeline, profiles
 from planner.assemble import assemble_plan
 from planner.choose import fitting
-from planner.errors import BudgetError, DecisionError, PlannerError, TimeLimitError, WorkloadError
+from planner.errors import BudgetError, DecisionError, StepError, TimeLimitError, WorkloadError
 from planner.estimate.footprint import smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints, kinds_of
 from planner.plan_types.decision_base import Decision, Role
@@ -158,7 +158,7 @@ class _Needs:
                 self._at_most[samples] = total_bytes_with(
                     self._build(samples), self._card, self._decisions, watch=self._watch
                 )
-            except PlannerError:
+            except StepError:
                 return self.searched_bytes(samples)  # this size may need other decisions, or be refused with any
         return self._at_most[samples]
 

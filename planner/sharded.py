@@ -15,7 +15,7 @@ import torch
 from planner import pipeline
 from planner.checkpointed_ways import with_checkpointed
 from planner.choose.chooser import TIE
-from planner.errors import PlannerError, WorkloadError
+from planner.errors import StepError, TimeLimitError, WorkloadError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, communicators_of, micro_batches_of
 from planner.plan_types.plan import Plan
@@ -86,14 +86,14 @@ def sharded_plan_that_fits(
         PlannerError: the step cannot be planned in any of the ways to divide it.
     """
     found: list[tuple[Workload, Plan | None]] = []
-    failed: list[tuple[Workload, PlannerError]] = []
+    failed: list[tuple[Workload, StepError | TimeLimitError]] = []
     for work in _divided(workload, card, cards, watch=watch):
         if any(_takes_all_without_more(plan, other, work) for other, plan in found):
             continue
         try:
             linked = _with_links(card, cards, work)
             plan = plan_that_fits(work, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
-        except PlannerError as error:
+        except (StepError, TimeLimitError) as error:
             failed.append((work, error))
             continue
         found.append((work, plan))

@@ -33,7 +33,7 @@ from planner.choose.candidates import Candidate, ChunkedCandidates
 from planner.choose.certificates import Certificates
 from planner.choose.choice import Choice, Config
 from planner.choose.prefetcher import Prefetcher, with_upcoming
-from planner.errors import DecisionError, PlannerError
+from planner.errors import DecisionError, StepError
 from planner.plan_types.decision_base import (
     Decision,
     Role,
@@ -94,7 +94,7 @@ class Chooser:
         self._above_ns = slowest_ns if math.isinf(slowest_ns) else math.floor(slowest_ns) + 1
         """A plan that takes this many nanoseconds or more is too slow."""
         self.solve_seconds = 0.0
-        self.dropped: dict[tuple[Decision, ...], PlannerError] = {}
+        self.dropped: dict[tuple[Decision, ...], StepError] = {}
         """Errors of the steps that could not be rehearsed, by their decisions about configuration and split."""
         self._unchunked: set[Config] = set()
         """Decisions about the time of the update with which a step with its loss in chunks could not be rehearsed."""
@@ -218,7 +218,7 @@ class Chooser:
         """Returns the candidate; None if its step cannot be rehearsed. The error is then kept in `dropped`."""
         try:
             return self._candidates.of(config, split)
-        except PlannerError as error:
+        except StepError as error:
             self.dropped[(*config, *split.decisions())] = error
             if len(self._space.losses) > 1 and has_role(config, Role.LOSS):
                 raise _ChunksRefusedError(_update_of(config)) from error
@@ -335,7 +335,7 @@ class Chooser:
             return None
         try:
             return self._candidates.of(simpler, split)
-        except PlannerError:  # the error is reported when the simpler configuration itself is tried
+        except StepError:  # the error is reported when the simpler configuration itself is tried
             self._without_bound.add(simpler)
             return None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from planner.choose.graft_optimizer import can_be_grafted, graft_update
-from planner.errors import PlannerError, WorkloadError
+from planner.errors import StepError, WorkloadError
 from planner.estimate.extrapolate import BASE_SIZES, extrapolate
 from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
 from planner.recording.step_graph import StepGraph
@@ -48,9 +48,9 @@ class Recordings:
         self._running: dict[_Key, Child] = {}
         self._irregular: set[tuple[Decision, ...]] = set()
         """Configurations whose recordings cannot be extrapolated."""
-        self._failed: dict[_Key, PlannerError] = {}
+        self._failed: dict[_Key, StepError] = {}
         """Errors of the recordings that failed."""
-        self._refused: dict[int, PlannerError] = {}
+        self._refused: dict[int, StepError] = {}
         """Errors of micro-batch sizes with which the model failed in a configuration that runs the whole batch."""
 
     def prefetch(self, config: tuple[Decision, ...], splits: Iterable[MicroBatching]) -> None:
@@ -145,7 +145,7 @@ class Recordings:
             self._begin(part)
             try:
                 self._recorded[part] = self._running.pop(part).result()
-            except PlannerError as error:
+            except StepError as error:
                 self._failed[part] = error
                 raise
         return self._recorded[part]

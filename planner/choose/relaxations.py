@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from planner.choose import fitting
 from planner.choose.planning_session import Certified, PlanningSession
-from planner.errors import PlannerError
+from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Fidelity, Role, fidelity_of
 from planner.plan_types.plan import NextStep, Relaxation
@@ -74,7 +74,7 @@ def _try(
         if narrow is None:
             return _without_plan(label, False, "it cannot be used here")
         certified = _plan_within(session, narrow, technique, relaxed, before)
-    except PlannerError as error:
+    except StepError as error:
         return _without_plan(label, False, str(error))
     except TimeIsUp:
         return _without_plan(label, None, f"not tried: planning ended {session.watch.cause}")

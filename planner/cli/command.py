@@ -26,7 +26,7 @@ from planner.cli.hub import refuse_unreachable
 from planner.cli.option_checks import emitted_form, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.cli.options import parser
 from planner.cli.output_files import refuse_to_overwrite
-from planner.errors import BudgetError, PlannerError, WorkloadError
+from planner.errors import BudgetError, MachineError, PlannerError, WorkloadError
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
 from planner.plan_types.tradeoff import Tradeoff
 from planner.plan_types.words import DEFAULT_SECONDS
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from planner.rewrite.on_cpu.verification import CpuVerification
     from planner.rewrite.on_gpu.verification import Verification
 
-FITS, DOES_NOT_FIT, COULD_NOT_RUN = 0, 1, 2
+FITS, DOES_NOT_FIT, COULD_NOT_RUN, ENDED_BY_MACHINE = 0, 1, 2, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -293,4 +293,4 @@ def _refuse(error: PlannerError, *, as_json: bool, out: TextIO) -> int:
     print(f"plan: {error}", file=sys.stderr)
     if isinstance(error, BudgetError):
         return DOES_NOT_FIT
-    return COULD_NOT_RUN
+    return ENDED_BY_MACHINE if isinstance(error, MachineError) else COULD_NOT_RUN

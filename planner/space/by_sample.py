@@ -22,7 +22,7 @@ import functools
 from collections.abc import Callable
 from typing import final
 
-from planner.errors import PlannerError, WorkloadError
+from planner.errors import StepError, WorkloadError
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, tensors_of
 
@@ -92,6 +92,6 @@ def _error(child: Child) -> str | None:
         child.result()
     except WorkloadError as error:  # the error of the model or of the loss function
         return str(error).removeprefix("the training step failed with this batch: ").partition(": check that")[0]
-    except PlannerError as error:
+    except StepError as error:
         return str(error)
     return None

@@ -19,10 +19,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from planner.errors import RehearsalProcessError
+from planner.errors import MachineError, RehearsalProcessError
 
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from planner.spawned.serve import main; main()"
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from planner.spawned.serve import main; "
+    "main(int(sys.argv[2]))"
+)
 _SECONDS_BETWEEN_CHECKS = 0.2
+_FROM_OUTSIDE = {
+    getattr(signal, name, None) for name in ("SIGHUP", "SIGINT", "SIGKILL", "SIGQUIT", "SIGTERM", "SIGXCPU")
+}
+"""Signals by which the system or the user ends a process. A fault in its own code raises others, such as SIGSEGV."""
 
 Send = Callable[[str, Any], None]
 """A function that sends a message, of a kind and a picklable value, from the new process."""
@@ -50,7 +57,7 @@ class NewProcess:
         package = str(pathlib.Path(__file__).parents[2])
         self._messages: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps(path if package in path else [package, *path])],
+            [sys.executable, "-c", _START, json.dumps(path if package in path else [package, *path]), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in a terminal reaches this process only, which decides
@@ -66,6 +73,7 @@ class NewProcess:
 
         Raises:
             RehearsalProcessError: the process ended without an answer.
+            MachineError: the process was ended from outside, for example because memory ran out.
         """
         try:
             while True:
@@ -79,8 +87,11 @@ class NewProcess:
                 if kind == "error":
                     raise value
                 if kind == "end":
+                    code = self._process.wait()
+                    if (why := ended_from_outside(-code)) is not None:
+                        raise MachineError(f"the new process for planning was ended: {why}")
                     raise RehearsalProcessError(
-                        f"a new process for planning ended without an answer (exit code {self._process.wait()})"
+                        f"the new process for planning ended without an answer (exit code {code})"
                     )
                 receive(kind, value)
         finally:
@@ -106,6 +117,20 @@ class NewProcess:
                     self._messages.put(pickle.load(pipe))
         except (OSError, EOFError, pickle.UnpicklingError):  # the process has ended, or was ended
             self._messages.put(("end", None))
+
+
+def ended_from_outside(number: int) -> str | None:
+    """Returns how a process was ended by a signal that does not come from its own code; None for other signals.
+
+    Args:
+        number: number of the signal that ended the process.
+    """
+    if number not in _FROM_OUTSIDE:
+        return None
+    name = signal.Signals(number).name
+    if name != "SIGKILL":
+        return f"it got the signal {name}"
+    return f"{name}, perhaps because host memory ran out; close other programs, or plan on a machine with more memory"
 
 
 def _sources() -> tuple[str | None, dict[str, Any]]:

@@ -9,12 +9,18 @@ import signal
 import sys
 from typing import Any
 
+from planner.spawned.lifetime import end_with
 
-def main() -> None:
+
+def main(parent: int) -> None:
     """Read a function from standard input, and write pairs (kind, value) to what was standard output.
 
     What the model prints goes to standard error.
+
+    Args:
+        parent: id of the process that started this one, which ends with it.
     """
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides what Ctrl-C ends
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

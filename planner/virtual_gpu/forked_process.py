@@ -6,6 +6,7 @@ has the user's model without pickling it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -20,9 +21,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from planner.errors import PlannerError, RehearsalProcessError
+from planner.errors import MachineError, PlannerError, RehearsalProcessError
 from planner.progress import Watch
-from planner.spawned import CannotBeSentError, NewProcess, Send
+from planner.spawned import CannotBeSentError, NewProcess, Send, ended_from_outside
+from planner.spawned.lifetime import end_with
 
 _NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
 """Text in the error that autograd raises in a child forked after a backward (torch/csrc/autograd/engine.cpp)."""
@@ -52,6 +54,7 @@ class Child:
 
     Raises:
         RehearsalProcessError: the process cannot be forked, or the function cannot be sent to a new one.
+        MachineError: the system starts no further process.
     """
 
     def __init__(self, function: Callable[[Refuse], Any], receive: Callable[[Any], Any] = lambda value: value) -> None:
@@ -74,6 +77,7 @@ class Child:
         Raises:
             PlannerError: the function raised this error in the child.
             RehearsalProcessError: the function raised another error, or the child ended without an answer.
+            MachineError: the child was ended from outside, for example because memory ran out.
             TimeIsUp: the time of the watch is up (`timed_by`).
         """
         return self._receive(self._process.wait(self._check, lambda kind, message: None))
@@ -99,16 +103,37 @@ class _Fork:
             # Python 3.12 and later warn of every fork of a process with threads, and torch's kernels start some. The
             # child uses none of them, and `planner.safe_process` looks for Python's threads.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
+            parent = os.getpid()
+            try:
+                self._pid = os.fork()
+            except OSError as error:
+                os.close(self._reader)
+                os.close(writer)
+                raise MachineError(
+                    f"the system starts no further process for a rehearsal ({error.strerror}): end other processes, or "
+                    "raise the limit (`ulimit -u`)"
+                ) from error
         if self._pid == 0:
+            end_with(parent)
             os.close(self._reader)
             _serve(function, writer)
         os.close(writer)
 
     def end(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody has to wait for it (`_status`)
+            os.kill(self._pid, signal.SIGKILL)
         os.close(self._reader)
-        os.waitpid(self._pid, 0)
+        self._status()
+
+    def _status(self) -> int | None:
+        """Waits for the end of the process. Returns its status, as `os.waitpid` does; None if the system dropped it.
+
+        The system drops it if this process ignores SIGCHLD, or if a handler of the user's has waited for the process.
+        """
+        try:
+            return os.waitpid(self._pid, 0)[1]
+        except ChildProcessError:
+            return None
 
     def wait(self, check: Callable[[], None], receive: Callable[[str, Any], None]) -> Any:
         try:
@@ -117,8 +142,11 @@ class _Fork:
             self.end()
             raise
         os.close(self._reader)
-        _, status = os.waitpid(self._pid, 0)
-        if not answer or os.WIFSIGNALED(status):
+        status = self._status()
+        number = None if status is None or not os.WIFSIGNALED(status) else os.WTERMSIG(status)
+        if number is not None and (why := ended_from_outside(number)) is not None:
+            raise MachineError(f"the child process that rehearses the step was ended: {why}")
+        if not answer or number is not None:
             raise RehearsalProcessError(
                 f"the child process that rehearses the step ended without a result: {_cause(status)}"
             )
@@ -218,14 +246,8 @@ def _send(writer: int, answer: tuple[str, Any]) -> None:
         pickle.dump(answer, pipe, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _cause(status: int) -> str:
-    """Returns text for an error message that says why a process ended. `status` is from `waitpid`."""
-    if not os.WIFSIGNALED(status):
-        return f"exit code {os.waitstatus_to_exitcode(status)}"
-    number = os.WTERMSIG(status)
-    hint = (
-        ", perhaps because host memory ran out: close other programs, or plan on a machine with more memory"
-        if number == signal.SIGKILL
-        else ""
-    )
-    return f"killed by signal {number}{hint}"
+def _cause(status: int | None) -> str:
+    """Returns text for an error message that says how a process ended. `status` is from `os.waitpid`."""
+    if status is None:
+        return "exit code unknown, because this process ignores SIGCHLD or handles it"
+    return f"killed by signal {-code}" if (code := os.waitstatus_to_exitcode(status)) < 0 else f"exit code {code}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from planner import pipeline
 from planner.allocator.caching_allocator import OutOfMemory
-from planner.errors import PlannerError
+from planner.errors import StepError
 from planner.estimate.footprint import granularity_bytes, measure
 from planner.estimate.memory_history import MemoryHistory, memory_history, tick_times_ns
 from planner.plan_types.decision_base import Decision, micro_batches_of
@@ -126,7 +126,7 @@ def rehearse_stages(plan: Plan, recordings: PlanRecordings) -> tuple[Stage, ...]
         decisions = tuple(decision for decision in plan.decisions if decision.kind in kinds[:number])
         try:
             graph = pipeline.record_step(recordings.workload, recordings.card, decisions)
-        except PlannerError:
+        except StepError:
             continue
         measured = measure(graph, recordings.card, vram_bytes=plan.usable_bytes, decisions=decisions).footprint
         stages.append(Stage(kinds=tuple(waiting), total_bytes=measured.total_bytes, step_ns=measured.step_ns))
