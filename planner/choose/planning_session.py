@@ -19,7 +19,7 @@ from planner.choose.certificates import Certificates
 from planner.choose.choice import Choice, Config
 from planner.choose.chooser import Chooser
 from planner.choose.recordings import Recordings
-from planner.errors import PlannerError
+from planner.errors import StepError
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
@@ -358,7 +358,7 @@ class PlanningSession:
         errors = {config: error for chooser in choosers for config, error in chooser.dropped.items()}
         notes: list[str] = []
         # One note for all micro-batch sizes of a configuration: a model that needs groups of samples fails with many.
-        by_config: dict[Config, list[tuple[Config, PlannerError]]] = {}
+        by_config: dict[Config, list[tuple[Config, StepError]]] = {}
         for decisions, error in errors.items():
             by_config.setdefault(without_roles(decisions, Role.MICRO_BATCHING), []).append((decisions, error))
         for (decisions, error), *others in by_config.values():

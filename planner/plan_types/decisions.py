@@ -215,7 +215,11 @@ class Shard(Decision):
         if other.steps_in_backward:
             return "step-in-backward uses each gradient before those of the other cards are added to it"
         if other.eight_bit_state and self.way != "ddp":
-            return "bitsandbytes' optimizers do not take sharded parameters"
+            return (
+                "bitsandbytes' optimizers do not take sharded parameters"
+                if self.way == "fsdp"
+                else "ZeroRedundancyOptimizer is not planned with bitsandbytes' optimizers"
+            )
         return None
 
     def describe(self) -> str:

@@ -114,10 +114,14 @@ class Budget:
         sizes = f"{what} take {format_size(model_bytes)}"
         nccl = " with NCCL" if card.nccl_bytes else ""
         context = f" and the CUDA context{nccl} {format_size(card.outside_bytes)}" if card.outside_bytes else ""
+        if sharding:
+            way_out = "more cards" if shards > 1 else "divide the parameters, too (--sharding fsdp)"
+        else:
+            way_out = "a smaller model"
         raise BudgetError(
             f"does not fit: a budget of {format_size(self.usable_bytes)} cannot hold the model, whatever the plan: "
             f"{sizes}{context}, and training needs more; give a budget well above {format_size(needed_bytes)}, or "
-            f"{'more cards' if sharding else 'a smaller model'}"
+            f"{way_out}"
         )
 
     def notes(self, card: DeviceProfile) -> tuple[str, ...]:
