@@ -169,6 +169,11 @@ class Decision:
         return ""
 
     @property
+    def keeps_whole_gradients(self) -> bool:
+        """True if the gradients of micro-batches stay whole on each card, and the cards reduce them once in a step."""
+        return False
+
+    @property
     def units_gathered_again(self) -> tuple[str, ...]:
         """Paths of the units whose parameters are freed between forward and backward, and gathered again."""
         return ()
