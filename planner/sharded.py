@@ -6,6 +6,7 @@ with ZeRO-1 the one with the most optimizer state. So the number of cards does n
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -87,7 +88,9 @@ def sharded_plan_that_fits(
     """
     found: list[tuple[Workload, Plan | None]] = []
     failed: list[tuple[Workload, PlannerError]] = []
-    for work in _divided(workload, card, cards, watch=watch):
+    ways, once = collections.deque(_divided(workload, card, cards, watch=watch)), None
+    while ways:
+        work = ways.popleft()
         if any(_takes_all_without_more(plan, other, work) for other, plan in found):
             continue
         try:
@@ -96,7 +99,12 @@ def sharded_plan_that_fits(
         except PlannerError as error:
             failed.append((work, error))
             continue
-        found.append((work, plan))
+        # Of plans that are about equally fast the first one is chosen, so one that sends less comes before the other.
+        is_better = work is once and _is_as_fast(plan, found[-1][1])
+        found.insert(len(found) - is_better, (work, plan))
+        once = _reducing_once(work, plan)
+        if once is not None:
+            ways.appendleft(once)
     if not found:
         raise failed[-1][1]
     chosen = _fastest([plan for _, plan in found if plan is not None])
@@ -133,6 +141,22 @@ def _takes_all_without_more(plan: Plan | None, other: Workload, work: Workload) 
     """True if a plan takes the whole batch at once, and `work` has more decisions, which could only be slower."""
     is_more = len(work.sharding) > len(other.sharding) and work.sharding[: len(other.sharding)] == other.sharding
     return plan is not None and is_more and micro_batches_of(plan.decisions) == 1
+
+
+def _is_as_fast(plan: Plan | None, other: Plan | None) -> bool:
+    """True if both plans fit, and the first one is at least as fast."""
+    return plan is not None and other is not None and plan.peak.step_ns <= other.peak.step_ns
+
+
+def _reducing_once(work: Workload, plan: Plan | None) -> Workload | None:
+    """Return the workload with gradients reduced once in a step; None if its plan reduces them once already.
+
+    It takes more memory than `work`, so that it is worth a plan only where that of `work` fits, and has micro-batches.
+    """
+    sharding = tuple(way.reducing_once() for way in work.sharding)
+    if plan is None or sharding == work.sharding or micro_batches_of(plan.decisions) == 1:
+        return None
+    return dataclasses.replace(work, sharding=sharding)
 
 
 def _divided(

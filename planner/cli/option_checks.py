@@ -151,7 +151,6 @@ _CARDS_FORMS: dict[str, str] = {"trainer": "json", "accelerate": "config"}
 _NOT_FOR_CARDS = {
     **dict.fromkeys(_OF_RUN, "one step is planned for several cards, not the whole run; leave it out"),
     **dict.fromkeys(("tradeoff", "largest_batch", "smallest_card"), "ask it for one card"),
-    **dict.fromkeys(("report", "snapshot"), "the page and the snapshots show the step of one card; leave it out"),
     "verify": "run the file that --emit writes with torchrun",
     "loop": "only trainer and accelerate train on several cards by settings; for other loops, --emit writes a training "
     "step that torchrun starts",

@@ -202,8 +202,15 @@ class Shard(Decision):
         return self.prepared_by
 
     @property
+    def classes_of_units(self) -> tuple[str, ...]:
+        return self.classes
+
+    @property
     def keeps_whole_gradients(self) -> bool:
         return self.reduces_once
+
+    def reducing_once(self) -> Shard:
+        return self if self.prepared_by else dataclasses.replace(self, reduces_once=True)
 
     @property
     def units_gathered_again(self) -> tuple[str, ...]:

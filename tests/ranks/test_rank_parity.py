@@ -132,6 +132,12 @@ def copies(way: str) -> Callable[[torch.nn.Module, int], Shard]:
     return lambda model, cards: Shard(way=way, mesh=(cards,))
 
 
+def once(shard: Callable[[torch.nn.Module, int], Shard]) -> Callable[[torch.nn.Module, int], Shard]:
+    return lambda model, cards: dataclasses.replace(shard(model, cards), reduces_once=True)
+
+
+TWO = Accumulation(micro_batch_size=1, micro_batches=2)
+UNEVEN = Accumulation(micro_batch_size=3, micro_batches=2)
 SPLIT = Accumulation(micro_batch_size=1, micro_batches=4)
 TRAININGS = {
     **{f"{name}, FSDP2": Training(build=build, shard=fsdp) for name, build in MODELS.items()},
@@ -144,6 +150,14 @@ TRAININGS = {
     "accumulated and clipped": Training(
         build=LLAMA, shard=kept, decisions=lambda model: (SPLIT,), max_grad_norm=0.01
     ),
+    "reduced once": Training(build=LLAMA, shard=once(fsdp), decisions=lambda model: (SPLIT,)),
+    "reduced once, kept and clipped": Training(
+        build=LLAMA, shard=once(kept), decisions=lambda model: (SPLIT,), max_grad_norm=0.01
+    ),
+    "reduced once, hybrid": Training(build=LLAMA, shard=once(hybrid), cards=4, decisions=lambda model: (TWO,)),
+    "reduced once, offloaded": Training(build=LLAMA, shard=once(offloaded), decisions=lambda model: (UNEVEN,)),
+    "reduced once, DDP": Training(build=LLAMA, shard=once(copies("ddp")), decisions=lambda model: (UNEVEN,)),
+    "reduced once, ZeRO-1": Training(build=tied, shard=once(copies("zero1")), decisions=lambda model: (TWO,)),
     "checkpointed": Training(
         build=LLAMA, shard=fsdp, decisions=lambda model: (Checkpoint(modules=repeated_blocks(model)),)
     ),
