@@ -118,6 +118,18 @@ def sharded_plan_that_fits(
     return dataclasses.replace(chosen, notes=(*chosen.notes, *notes))
 
 
+def smallest_way(
+    workload: Workload, card: DeviceProfile, cards: Cards, *, watch: Watch | None = None
+) -> tuple[Workload, DeviceProfile]:
+    """Return the workload of one card in the way that divides most, and the card with the links to the others.
+
+    Raises:
+        WorkloadError: as for `plan_sharded`.
+    """
+    *_, work = _divided(workload, card, cards, watch=watch)
+    return work, _with_links(card, cards, work)
+
+
 def describe_sharding(sharding: Sequence[Decision]) -> str:
     """Return a description of how several cards train together."""
     return "; ".join(decision.describe() for decision in sharding)

@@ -88,7 +88,8 @@ class Budget:
         """Refuse a budget that the CUDA context and the model's parameters and buffers alone exceed.
 
         No technique makes them smaller, so that no rehearsal is needed to know this. If several cards train together,
-        the gradients count, too: all of them are alive before the optimizer steps, or whole before the last micro-batch.
+        the gradients count, too: all of them are alive before the optimizer steps. If they are reduced once in a step,
+        each card has whole gradients before the last micro-batch.
 
         Args:
             sharding: how several cards train together; empty for one card.

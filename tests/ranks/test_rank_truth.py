@@ -99,9 +99,7 @@ COPIES = {
     "DDP": case(Shard(way="ddp", mesh=(2,)), build=with_loss(Wide, 6, 48)),
     "DDP, accumulation": case(Shard(way="ddp", mesh=(2,)), THREE, build=with_loss(Wide, 6, 48)),
     "DDP, reduced once": case(Shard(way="ddp", mesh=(2,), reduces_once=True), THREE, build=with_loss(Wide, 6, 48)),
-    "ZeRO-1, reduced once": case(
-        Shard(way="zero1", mesh=(2,), reduces_once=True), THREE, build=with_loss(Wide, 6, 48)
-    ),
+    "ZeRO-1, reduced once": case(Shard(way="zero1", mesh=(2,), reduces_once=True), THREE, build=with_loss(Wide, 6, 48)),
     "ZeRO-1": case(Shard(way="zero1", mesh=(2,)), build=with_loss(Wide, 6, 48)),
 }
 
