@@ -54,7 +54,7 @@ def scatters(graph) -> Counter:
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["fsdp", "ddp", "zero1"])
-def test_only_the_last_micro_batch_reduces_gradients_and_the_step_is_faster_and_larger(way):
+def test_only_the_last_micro_batch_reduces_gradients(way):
     each, once = (certificate(shard(way, reduces_once=once)) for once in (False, True))
     assert (each.micro_batch_sizes, once.micro_batch_sizes) == ((1, 1), (1, 1, 1))
     assert scatters(each)[0] == scatters(each)[1] == scatters(once)[2] > 0
