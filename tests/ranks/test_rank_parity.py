@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tempfile
 from collections.abc import Callable
 
@@ -266,6 +267,24 @@ def test_several_cards_train_as_one_does(name):
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             assert torch.allclose(found[key], value, rtol=1e-9, atol=1e-12), key
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shard", [once(fsdp), once(kept), once(copies("ddp"))], ids=["FSDP2", "kept", "DDP"])
+def test_gradients_that_are_reduced_once_are_those_of_one_process(shard, monkeypatch):
+    """One step of gradient descent with a rate of 1 subtracts the gradient from the weights."""
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 1)
+    training = Training(
+        build=LLAMA,
+        shard=shard,
+        decisions=lambda model: (UNEVEN,),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    )
+    (expected, _), ranks = run_in_child(lambda: alone(training)), together(training)
+    before = built(training)[0].state_dict()
+    assert all((before[key] - value).abs().max() > 1e-6 for key, value in expected.items())  # all have a gradient
+    for found, _ in ranks:
+        assert all(torch.allclose(found[key], value, rtol=0, atol=1e-12) for key, value in expected.items())
 
 
 def test_a_loss_in_chunks_is_that_of_one_card_up_to_the_rounding_of_its_logits():
