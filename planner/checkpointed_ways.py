@@ -49,8 +49,10 @@ def with_checkpointed(
     for work in workloads:
         found.append(work)
         sharding = next(iter(work.sharding))
-        classes = getattr(sharding, "classes", ())
-        blocks = blocks_of(work.model, classes) if sharding.divides_parameters_by > 1 else _layers(work.model)
+        if sharding.divides_parameters_by > 1:
+            blocks = blocks_of(work.model, sharding.classes_of_units)
+        else:
+            blocks = _layers(work.model)
         if not blocks or any(_is_inside(block, other) for block in blocks for other in blocks if block != other):
             continue
         if sharding.divides_parameters_by > 1:

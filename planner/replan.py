@@ -23,6 +23,7 @@ from planner.plan_types.decision_base import (
     without_roles,
 )
 from planner.plan_types.plan import Plan
+from planner.profiles.device import DeviceProfile
 from planner.profiles.links import CARDS_PER_NODE, with_links
 from planner.progress import Watch
 from planner.run_memory.batches import BatchShape
@@ -57,20 +58,12 @@ def replan(
         TimeLimitError: the time was up before the plan was certified.
     """
     workload = load_planned(saved)
-    workload = dataclasses.replace(workload, sharding=with_roles(saved.decisions, Role.SHARDING))
     began = time.perf_counter()
     if vram is None:
         card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes
     else:
         card, vram_bytes = card_and_budget(gpu or saved.card, vram)
-    if workload.sharding:
-        card = with_links(
-            card,
-            cards=cards_of(workload.sharding),
-            communicators=communicators_of(workload.sharding),
-            within=saved.link if gpu is None else None,
-            cards_per_node=saved.cards_per_node or CARDS_PER_NODE,
-        )
+    card = with_planned_links(card, saved, is_same_card=gpu is None)
     card, given = with_allocator_options(card, saved.alloc_conf if alloc_conf is None else alloc_conf)
     constraints = Constraints(
         fidelity=Fidelity.parse(saved.fidelity),
@@ -112,8 +105,28 @@ def replan(
     )
 
 
+def with_planned_links(card: DeviceProfile, saved: Plan, *, is_same_card: bool) -> DeviceProfile:
+    """Return the card with the links between the cards of a plan, and NCCL's memory; unchanged for one card.
+
+    Args:
+        is_same_card: True if the links are those of the plan; False for the links of another card.
+    """
+    sharding = with_roles(saved.decisions, Role.SHARDING)
+    if not sharding:
+        return card
+    return with_links(
+        card,
+        cards=cards_of(sharding),
+        communicators=communicators_of(sharding),
+        within=saved.link if is_same_card else None,
+        cards_per_node=saved.cards_per_node or CARDS_PER_NODE,
+    )
+
+
 def load_planned(saved: Plan, shape: BatchShape | None = None) -> Workload:
     """Load the workload that the plan was made for, and check that model and batch size still match the plan.
+
+    For a plan for several cards, it is the workload of one of them.
 
     Args:
         shape: the shape of the batch; None for that of the plan.
@@ -152,4 +165,5 @@ def load_planned(saved: Plan, shape: BatchShape | None = None) -> Workload:
             f"the plan is inconsistent: {count} micro-batches of {size} samples do not make up its batch of "
             f"{workload.batch_size} samples; make the plan again"
         )
-    return dataclasses.replace(workload, not_by_sample=saved.workload.not_by_sample)
+    sharding = with_roles(saved.decisions, Role.SHARDING)
+    return dataclasses.replace(workload, not_by_sample=saved.workload.not_by_sample, sharding=sharding)

@@ -6,6 +6,7 @@ optimizer state. So the time of planning does not depend on the number of cards.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -87,7 +88,9 @@ def sharded_plan_that_fits(
     """
     found: list[tuple[Workload, Plan | None]] = []
     failed: list[tuple[Workload, StepError | TimeLimitError]] = []
-    for work in _divided(workload, card, cards, watch=watch):
+    ways, once = collections.deque(_divided(workload, card, cards, watch=watch)), None
+    while ways:
+        work = ways.popleft()
         if any(_takes_all_without_more(plan, other, work) for other, plan in found):
             continue
         try:
@@ -96,7 +99,12 @@ def sharded_plan_that_fits(
         except (StepError, TimeLimitError) as error:
             failed.append((work, error))
             continue
-        found.append((work, plan))
+        # The first of the plans that are about equally fast is chosen: put the one that sends less before the other.
+        is_better = work is once and _is_as_fast(plan, found[-1][1])
+        found.insert(len(found) - is_better, (work, plan))
+        once = _reducing_once(work, plan)
+        if once is not None:
+            ways.appendleft(once)
     if not found:
         raise failed[-1][1]
     chosen = _fastest([plan for _, plan in found if plan is not None])
@@ -108,6 +116,18 @@ def sharded_plan_that_fits(
         if plan is not chosen
     ] + [f"left out: {describe_sharding(work.sharding)}: {error}" for work, error in failed]
     return dataclasses.replace(chosen, notes=(*chosen.notes, *notes))
+
+
+def smallest_way(
+    workload: Workload, card: DeviceProfile, cards: Cards, *, watch: Watch | None = None
+) -> tuple[Workload, DeviceProfile]:
+    """Return the workload of one card in the way that divides most, and the card with the links to the others.
+
+    Raises:
+        WorkloadError: as for `plan_sharded`.
+    """
+    *_, work = _divided(workload, card, cards, watch=watch)
+    return work, _with_links(card, cards, work)
 
 
 def describe_sharding(sharding: Sequence[Decision]) -> str:
@@ -133,6 +153,22 @@ def _takes_all_without_more(plan: Plan | None, other: Workload, work: Workload) 
     """True if `work` is `other` with further decisions, and could only be slower: the plan needs no micro-batches."""
     is_more = len(work.sharding) > len(other.sharding) and work.sharding[: len(other.sharding)] == other.sharding
     return plan is not None and is_more and micro_batches_of(plan.decisions) == 1
+
+
+def _is_as_fast(plan: Plan | None, other: Plan | None) -> bool:
+    """True if both plans fit, and the first one is at least as fast."""
+    return plan is not None and other is not None and plan.peak.step_ns <= other.peak.step_ns
+
+
+def _reducing_once(work: Workload, plan: Plan | None) -> Workload | None:
+    """Return the workload with gradients reduced once in a step; None if its plan reduces them once already.
+
+    It takes more memory than `work`, so that it is worth a plan only where that of `work` fits, and has micro-batches.
+    """
+    sharding = tuple(way.reducing_once() for way in work.sharding)
+    if plan is None or sharding == work.sharding or micro_batches_of(plan.decisions) == 1:
+        return None
+    return dataclasses.replace(work, sharding=sharding)
 
 
 def _divided(

@@ -321,8 +321,8 @@ def apply_decisions(
             decisions=tuple(by_kind.values()),
             observers=_recompute_checks(rewriting),
         )
-        if rewriting.wrapper is not None:
-            training_step.wrap_with(rewriting.wrapper)
+        if rewriting.rank_share is not None:
+            training_step.train_as_rank(rewriting.wrapper, rewriting.no_sync)
     except BaseException:
         rewriting.restore()
         raise

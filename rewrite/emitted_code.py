@@ -35,6 +35,10 @@ class EmittedCode:
     """Context expression for a backward that also applies the updates; empty if the optimizer steps after it."""
     split: str = ""
     """Expression over `batch` that yields (micro-batch, weight of its loss); empty if the batch is not split."""
+    before_micro_batch: str = ""
+    """Statement before the forward of each micro-batch, in which `is_last` is True for the last one; '' for none."""
+    around_micro_batch: str = ""
+    """Context expression for forward and backward of each micro-batch, in which `is_last` is known; '' for none."""
     share: str = ""
     """Expression over `batch`: the factor for the loss of this rank; empty for one process."""
     cards: int = 1

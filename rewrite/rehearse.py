@@ -144,15 +144,17 @@ def finish_certificate(graph: StepGraph, workload: Workload, card: DeviceProfile
 
 
 def rehearsed_sizes(workload: Workload, decisions: Sequence[Decision]) -> tuple[int, ...]:
-    """Return the sizes of the micro-batches to rehearse: the first, the second, and the last if it is smaller.
+    """Return the sizes of the micro-batches to rehearse: the first, the second, and the last if it differs.
 
-    Micro-batches between the second and the last allocate the same memory as the second, and are not rehearsed.
+    The last one differs if it is smaller, or if only its backward reduces gradients over several cards. Micro-batches
+    between the second and the last allocate the same memory as the second, and are not rehearsed.
     """
     size, count = micro_batch_size_of(decisions), micro_batches_of(decisions)
+    reduces_once = any(way.keeps_whole_gradients for way in with_sharding(workload.sharding, decisions))
     if size is None:
         return (workload.batch_size,)
     last = workload.batch_size - size * (count - 1)
-    if count == 2 or last == size:
+    if count == 2 or (last == size and not reduces_once):
         return (size, last if count == 2 else size)
     return (size, size, last)
 

@@ -52,6 +52,8 @@ class Rewriting:
         chunked_head: module that computes its logits in chunks; None if the loss is not computed in chunks.
         rank_share: function that takes the batch of a rank, and returns the factor of its loss; None for one process.
         wrapper: module through which the model is called, such as DistributedDataParallel; None if it is called itself.
+        no_sync: returns the context of a micro-batch whose gradients are not reduced over the cards; None if those of
+            each micro-batch are.
         recompute_check: compares the tensors that backward gets in watched modules with those of their forward; None if
         no module is watched.
         changes: changes to the model, in the order in which they were made.
@@ -83,6 +85,7 @@ class Rewriting:
         self.chunked_head: torch.nn.Module | None = None
         self.rank_share: Callable[[Any], torch.Tensor] | None = None
         self.wrapper: torch.nn.Module | None = None
+        self.no_sync: Callable[[], contextlib.AbstractContextManager] | None = None
         self.recompute_check: RecomputeCheck | None = None
         self.changes: list[Change] = []
         self._latest: dict[tuple[int, str], object] = {}

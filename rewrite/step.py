@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import Decision
 from planner.rewrite import step_state
+from planner.rewrite.portable.batch_slicing import marking_last
 from planner.rewrite.portable.loss_and_clipping import clip_gradients, weighted
 from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import Calling, LossFn, loss_of
@@ -19,6 +20,9 @@ from planner.workload.torch_optimizers import several_processes, why_not_dense, 
 
 BatchSplitter = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
 """Function that splits a batch: yields micro-batches with the weights of their losses (None if there is only one)."""
+
+NoSync = Callable[[], contextlib.AbstractContextManager]
+"""Function that returns a context in which backwards reduce no gradients over the processes."""
 
 
 @final
@@ -80,6 +84,7 @@ class TrainingStep:
         self._closed = False
         self._called = module
         """The object that is called for a forward: the module, or its wrapper (`wrap_with`)."""
+        self._no_sync: NoSync | None = None
         self._requires_wrapper = False
         self._trained = _places(module, optimizer)
         """Parameters of the model that the optimizer updates, by path: (module that has it, name there, parameter)."""
@@ -133,20 +138,15 @@ class TrainingStep:
     ) -> Iterator[tuple[Any, torch.Tensor | float | None, contextlib.AbstractContextManager]]:
         """Yields each micro-batch, its weight, and the context of its forward and backward.
 
-        The context is the wrapper's `no_sync` for all micro-batches but the last, so that DistributedDataParallel
-        reduces the gradients once per step.
+        The context is `_no_sync` for all micro-batches but the last, so that gradients are reduced once per step.
         """
         parts = iter(((batch, None),)) if self._split is None else self._split(batch)
-        no_sync = None if self._called is self.module else getattr(self._called, "no_sync", None)
-        if no_sync is None:
+        if self._no_sync is None:
             for part, weight in parts:
                 yield part, weight, contextlib.nullcontext()
             return
-        before = next(parts)
-        for following in parts:
-            yield *before, no_sync()
-            before = following
-        yield *before, contextlib.nullcontext()
+        for part, weight, is_last in marking_last(parts):
+            yield part, weight, contextlib.nullcontext() if is_last else self._no_sync()
 
     def _loss(self, part: Any, weight: torch.Tensor | float | None) -> torch.Tensor:
         """Run the forward of one micro-batch under autocast, and return its loss."""
@@ -217,9 +217,21 @@ class TrainingStep:
                 "processes: plan with step-in-backward forbidden"
             )
         self._called, self._requires_wrapper = wrapper, False
+        self._no_sync = None if wrapper is self.module else getattr(wrapper, "no_sync", None)
 
     through = wrap_with
     """Former name of `wrap_with`."""
+
+    def train_as_rank(self, wrapper: torch.nn.Module | None, no_sync: NoSync | None) -> None:
+        """Train one of several ranks from now on, as a plan for several cards says.
+
+        Args:
+            wrapper: the module that reduces gradients over the ranks; None if the model does so itself (FSDP2).
+            no_sync: returns a context in which a backward reduces no gradients. It is used for all micro-batches but
+                the last. None to reduce the gradients of each micro-batch.
+        """
+        self.wrap_with(wrapper or self.module)
+        self._no_sync = no_sync
 
     def require_wrapper(self) -> None:
         """From now on, raise an error in each step if several processes train and `wrap_with` was not called."""

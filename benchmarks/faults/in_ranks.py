@@ -7,6 +7,7 @@ from benchmarks.faults.fault import Fault
 _TRUTH = "tests/ranks/test_rank_truth.py::test_each_storage_is_born_and_dies_as_in_real_processes"
 _PARITY = "tests/ranks/test_rank_parity.py::test_several_cards_train_as_one_does"
 
+_ONCE = "tests/ranks/test_reduced_once.py"
 _KEPT = "tests/ranks/test_kept_units.py"
 
 _NCCL = "tests/ranks/test_nccl_memory.py"
@@ -36,6 +37,22 @@ FAULTS = [
         new='{"sync_each_batch": False}',
         tests=(f"{_UNITS}::test_both_libraries_read_what_the_plan_says",),
         why="each card keeps the gradients of the whole model until the last micro-batch, which was not planned",
+    ),
+    Fault(
+        name="gradients-reduced-once-are-reduced-in-each-micro-batch",
+        path="rewrite/rules/shard.py",
+        old="        rewriting.no_sync = functools.partial(_without_reduction, model)\n",
+        new="        pass\n",
+        tests=(f"{_TRUTH}[FSDP2, reduced once]", f"{_ONCE}::test_only_the_last_micro_batch_reduces_gradients[fsdp]"),
+        why="each micro-batch waits for a reduce-scatter that was not planned",
+    ),
+    Fault(
+        name="micro-batches-with-whole-gradients-are-not-rehearsed",
+        path="rewrite/rehearse.py",
+        old="(last == size and not reduces_once)",
+        new="last == size",
+        tests=("tests/rewrite/test_application.py::test_every_size_of_a_micro_batch_is_rehearsed[2-5-rehearsed4]",),
+        why="between the first and the last micro-batch all gradients are whole, and that memory is not counted",
     ),
     Fault(
         name="accelerate-with-autocast",

@@ -96,6 +96,7 @@ class PlanningSession:
             start_what_if,
             None if workload.step else lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
+            is_last_different=any(way.keeps_whole_gradients for way in workload.sharding),
         )
         self._candidates = Candidates(
             self._recordings,

@@ -9,6 +9,7 @@ the update is part of the backward.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 from planner.choose.graft_optimizer import can_be_grafted, graft_update
@@ -33,16 +34,25 @@ class Recordings:
     """What-if recordings of a workload, by configuration and split."""
 
     def __init__(
-        self, start: Start, start_update: StartUpdate | None, finish: Callable[[StepGraph], StepGraph]
+        self,
+        start: Start,
+        start_update: StartUpdate | None,
+        finish: Callable[[StepGraph], StepGraph],
+        *,
+        is_last_different: bool = False,
     ) -> None:
         """
         Args:
             start: starts the recording of a step.
             start_update: starts the recording of an optimizer update; None if a step cannot be recorded without it.
             finish: adds the workspaces of kernels to a recording, which does not contain them.
+            is_last_different: True if the last micro-batch differs from the others of its size: only its backward
+                reduces gradients over several cards.
         """
         self._start, self._start_update = start, start_update
         self._finish = finish
+        self._most_parts = 3 if is_last_different else 2
+        """Maximum number of micro-batches in a recording."""
         self._finished: dict[_Key, StepGraph] = {}
         self._recorded: dict[_Key, StepGraph] = {}
         self._running: dict[_Key, Child] = {}
@@ -59,49 +69,56 @@ class Recordings:
         if any(split.micro_batches == 1 for split in splits):
             self._prefetch((config, (max(s.size for s in splits if s.micro_batches == 1),)))
         if any(split.micro_batches > 1 and split.size >= BASE_SIZES[0] for split in splits):
-            for size in BASE_SIZES:
-                self._prefetch(_accumulated(config, size))
+            for size, parts in itertools.product(BASE_SIZES, self._parts_of(splits)):
+                self._prefetch(_accumulated(config, (size,) * parts))
         elif any(split.micro_batches > 1 for split in splits):
-            self._prefetch(_accumulated(config, 1))
+            for parts in self._parts_of(splits):
+                self._prefetch(_accumulated(config, (1,) * parts))
+
+    def _parts_of(self, splits: Iterable[MicroBatching]) -> list[int]:
+        """Returns the numbers of micro-batches in the recordings of these splits, without that of the whole batch."""
+        return sorted({min(split.micro_batches, self._most_parts) for split in splits} - {1})
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> StepGraph:
         """Returns the recording of a step with this split, recorded or predicted.
 
-        It has one micro-batch (the whole batch), or two. If the split has more than two, two of equal size stand for
-        all of them.
+        It has one micro-batch (the whole batch), or two, of which the second stands for all others. If the last one
+        differs, a third micro-batch stands for it.
         """
         if split.micro_batches == 1:
             return self._get((config, (split.size,)))
         if split.last is not None:
-            return self._in_parts(config, split.size, split.last)
+            return self._in_parts(config, (split.size, split.last))
+        (parts,) = self._parts_of([split])
         if split.size >= BASE_SIZES[0] and config not in self._irregular:
-            predicted = self._predicted(config, split.size)
+            predicted = self._predicted(config, split.size, parts)
             if predicted is not None:
                 return predicted
             self._irregular.add(config)
-        return self._in_parts(config, split.size)
+        return self._in_parts(config, (split.size,) * parts)
 
-    def _predicted(self, config: tuple[Decision, ...], size: int) -> StepGraph | None:
+    def _predicted(self, config: tuple[Decision, ...], size: int, parts: int) -> StepGraph | None:
         """Returns the recording that is extrapolated from the base sizes; None if it cannot be."""
         try:
-            two, three = (self._in_parts(config, base) for base in BASE_SIZES)
+            two, three = (self._in_parts(config, (base,) * parts) for base in BASE_SIZES)
         except WorkloadError:  # the model may need groups of samples
             return None
         return extrapolate(two, three, size)
 
-    def _in_parts(self, config: tuple[Decision, ...], size: int, last: int | None = None) -> StepGraph:
-        """Returns the recording of a step with two micro-batches.
+    def _in_parts(self, config: tuple[Decision, ...], sizes: tuple[int, ...]) -> StepGraph:
+        """Returns the recording of a step with micro-batches of these sizes.
 
         Raises:
-            WorkloadError: the model fails with so few samples. The message names the size.
+            WorkloadError: the model fails with so few samples. The message names the sizes.
         """
+        size, *others = dict.fromkeys(sizes)
         if size in self._refused:
             raise self._refused[size]
         try:
-            return self._get(_accumulated(config, size, last))
+            return self._get(_accumulated(config, sizes))
         except WorkloadError as error:
-            refused = WorkloadError(f"micro-batches of {size if last is None else f'{size} and {last}'}: {error}")
-            if last is None and any(decisions == config and len(sizes) == 1 for decisions, sizes in self._finished):
+            refused = WorkloadError(f"micro-batches of {' and '.join(map(str, (size, *others)))}: {error}")
+            if not others and any(decisions == config and len(sizes) == 1 for decisions, sizes in self._finished):
                 self._refused[size] = refused
             raise refused from error
 
@@ -151,9 +168,9 @@ class Recordings:
         return self._recorded[part]
 
 
-def _accumulated(config: tuple[Decision, ...], size: int, last: int | None = None) -> _Key:
-    """Returns the key of a recording with two micro-batches of `size` and `last` samples (`size` if `last` is None)."""
-    return (*config, *MicroBatching(micro_batches=2, size=size).decisions()), (size, last or size)
+def _accumulated(config: tuple[Decision, ...], sizes: tuple[int, ...]) -> _Key:
+    """Returns the key of a recording with micro-batches of these sizes, of which only the last one may be smaller."""
+    return (*config, *MicroBatching(micro_batches=len(sizes), size=sizes[0]).decisions()), sizes
 
 
 def _parts(key: _Key) -> tuple[_Key, _Key | None]:

@@ -20,11 +20,16 @@ _SECONDS = 10
 """Time limit in seconds. After it, no more relaxations are tried, provided that one makes a plan fit."""
 
 
-def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Relaxation, ...]:
+def relaxations(
+    session: PlanningSession, constraints: Constraints, *, lowest: Fidelity = Fidelity.PARTIAL
+) -> tuple[Relaxation, ...]:
     """Try single relaxations of constraints under which nothing fits: one more technique, or a lower fidelity.
 
     Only plans that use the newly allowed technique are searched, because all others have been searched before. Among
     plans with a frozen prefix any plan that fits is enough, not the fastest.
+
+    Args:
+        lowest: the lowest fidelity that is tried.
 
     Returns:
         One entry for each relaxation. The lowest fidelities are left out if another relaxation makes a plan fit.
@@ -32,7 +37,7 @@ def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Rel
     session.watch.stage("trying what would make a plan fit")
     until = time.perf_counter() + _SECONDS
     tried: list[Relaxation] = []
-    for label, technique, relaxed in _single_relaxations(constraints):
+    for label, technique, relaxed in single_relaxations(constraints, lowest=lowest):
         if relaxed.fidelity > next(_fidelities_below(constraints), relaxed.fidelity) and any(
             relaxation.opens for relaxation in tried
         ):
@@ -44,13 +49,17 @@ def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Rel
     return tuple(tried)
 
 
-def _single_relaxations(constraints: Constraints) -> Iterator[tuple[str, type[Decision] | None, Constraints]]:
+def single_relaxations(
+    constraints: Constraints, *, lowest: Fidelity = Fidelity.PARTIAL
+) -> Iterator[tuple[str, type[Decision] | None, Constraints]]:
     """Yields for each relaxation its label, the technique that it allows (None for a fidelity) and new constraints."""
     for technique in KINDS.values():
         if technique.kind in constraints.forbidden and technique.fidelity <= constraints.fidelity:
             forbidden = tuple(name for name in constraints.forbidden if name != technique.kind)
             yield f"allow {technique.kind}", technique, dataclasses.replace(constraints, forbidden=forbidden)
     for fidelity in _fidelities_below(constraints):
+        if fidelity > lowest:
+            return
         yield f"--fidelity {fidelity.name.lower()}", None, dataclasses.replace(constraints, fidelity=fidelity)
 
 

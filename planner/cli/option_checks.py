@@ -154,7 +154,6 @@ _NOT_FOR_CARDS = {
         ("tradeoff", "largest_batch", "smallest_card"),
         "this question is answered for one card only; leave one of the options out",
     ),
-    **dict.fromkeys(("report", "snapshot"), "pages and snapshots show only plans for one card; leave it out"),
     "verify": "it trains on one card; leave it out, and start the file that --emit writes with torchrun",
     "loop": "only trainer and accelerate have settings for several cards; for other loops, leave it out: --emit writes "
     "a training step that torchrun starts",

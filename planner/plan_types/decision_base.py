@@ -169,6 +169,20 @@ class Decision:
         return ""
 
     @property
+    def classes_of_units(self) -> tuple[str, ...]:
+        """Names of the classes whose modules the library that prepares the model makes units."""
+        return ()
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """True if the gradients of micro-batches stay whole on each card, and the cards reduce them once in a step."""
+        return False
+
+    def reducing_once(self) -> Decision:
+        """Returns the decision with gradients reduced once in a step; unchanged if that cannot be chosen."""
+        return self
+
+    @property
     def units_gathered_again(self) -> tuple[str, ...]:
         """Paths of the units whose parameters are freed between forward and backward, and gathered again."""
         return ()

@@ -142,7 +142,7 @@ class Shard(Decision):
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.SHARDING
     left_out_if_empty: ClassVar[tuple[str, ...]] = (
-        "units", "kept", "offload", "tail", "prepared_by", "classes"
+        "units", "kept", "offload", "tail", "prepared_by", "classes", "reduces_once"
     )  # fmt: skip
     way: str
     """'fsdp', 'zero1' or 'ddp'."""
@@ -161,6 +161,9 @@ class Shard(Decision):
     the model have gradients next to the buckets of DistributedDataParallel, not in them."""
     classes: tuple[str, ...] = ()
     """Names of the classes whose modules accelerate makes units."""
+    reduces_once: bool = False
+    """True if each card adds up its gradients of all micro-batches, and the cards reduce the sums once in a step. Until
+    then each card holds whole gradients. False if the gradients of each micro-batch are reduced."""
 
     def __post_init__(self) -> None:
         if self.way not in ("fsdp", "zero1", "ddp"):
@@ -199,6 +202,17 @@ class Shard(Decision):
         return self.prepared_by
 
     @property
+    def classes_of_units(self) -> tuple[str, ...]:
+        return self.classes
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        return self.reduces_once
+
+    def reducing_once(self) -> Shard:
+        return self if self.prepared_by else dataclasses.replace(self, reduces_once=True)
+
+    @property
     def units_gathered_again(self) -> tuple[str, ...]:
         if self.prepared_by:
             return ()  # they are not chosen one by one
@@ -215,19 +229,16 @@ class Shard(Decision):
         if other.steps_in_backward:
             return "step-in-backward uses each gradient before those of the other cards are added to it"
         if other.eight_bit_state and self.way != "ddp":
-            return (
-                "bitsandbytes' optimizers do not take sharded parameters"
-                if self.way == "fsdp"
-                else "ZeroRedundancyOptimizer is not planned with bitsandbytes' optimizers"
-            )
+            return "bitsandbytes' optimizers are planned without divided parameters or state only"
         return None
 
     def describe(self) -> str:
+        once = "; gradients reduced once in a step" if self.reduces_once and not self.prepared_by else ""
         library = f" as {self.prepared_by} prepares it" if self.prepared_by else ""
         if self.way == "ddp":
-            return f"a copy of the model on each of {self.cards} cards (DistributedDataParallel{library})"
+            return f"a copy of the model on each of {self.cards} cards (DistributedDataParallel{library}){once}"
         if self.way == "zero1":
-            return f"a copy of the model on each of {self.cards} cards, with divided optimizer state (ZeRO-1)"
+            return f"a copy of the model on each of {self.cards} cards, with divided optimizer state (ZeRO-1){once}"
         copies = f"{self.mesh[0]} copies, each sharded over {self.mesh[1]}" if len(self.mesh) > 1 else "sharded over"
         text = f"{copies} cards" if len(self.mesh) > 1 else f"{copies} {self.cards} cards"
         text += f" (FSDP2{library})"
@@ -235,7 +246,7 @@ class Shard(Decision):
             text += f", in units {module_listing((*self.units, *self.tail))}"
         if self.kept:
             text += f"; gathered once in a step: {module_listing(self.kept)}"
-        return text + (", with the shards in host memory" if self.offload else "")
+        return text + (", with the shards in host memory" if self.offload else "") + once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

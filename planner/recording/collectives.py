@@ -69,8 +69,10 @@ class Ranks:
         """Context in which resized storages are recorded, and the shape computations of DTensors are not.
 
         FSDP2 frees unsharded parameters by resizing their storages to 0, and DTensor finds the shape of a result by
-        running the op on fakes of the global shape, on the device.
+        running the op on fakes of the global shape, on the device. Gradients that FSDP2 keeps whole after a micro-batch
+        get their category.
         """
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
@@ -82,12 +84,23 @@ class Ranks:
                 self._table.resized(storage)
             return resized
 
+        keep = FSDPParam.to_accumulated_grad_if_needed
+
+        def keep_and_note(parameter: FSDPParam) -> None:
+            keep(parameter)
+            gradient = parameter.unsharded_accumulated_grad
+            if gradient is None:
+                gradient = parameter.unsharded_param.grad
+            if gradient is not None:
+                self._table.mark(gradient, Category.GRADIENT, name=parameter._param_fqn or "")
+
         def propagate_unseen(*arguments, **options):
             with self._pause():
                 return propagate(*arguments, **options)
 
         with (
             mock.patch.object(torch.UntypedStorage, "resize_", resize_and_note),
+            mock.patch.object(FSDPParam, "to_accumulated_grad_if_needed", keep_and_note),
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
         ):
             yield

@@ -156,7 +156,7 @@ def _as_accelerate_prepares(model: torch.nn.Module, cards: Cards) -> tuple[Shard
     """
     mesh, library, ways = (cards.count,), cards.prepared_by, []
     if cards.way in (None, "ddp"):
-        ways.append(Shard(way="ddp", mesh=mesh, prepared_by=library))
+        ways.append(Shard(way="ddp", mesh=mesh, prepared_by=library, reduces_once=True))
     if cards.way != "ddp":
         classes = accelerate_units.classes_of(repeated_blocks(model), model)
         units, tail = accelerate_units.units_of(model, classes)

@@ -88,7 +88,8 @@ class Budget:
         """Refuse a budget that the CUDA context and the model's parameters and buffers alone exceed.
 
         No technique makes them smaller, so that no rehearsal is needed to know this. If several cards train together,
-        the gradients count, too: all of them are alive before the optimizer steps.
+        the gradients count, too: all of them are alive before the optimizer steps. If they are reduced once in a step,
+        each card has whole gradients before the last micro-batch.
 
         Args:
             sharding: how several cards train together; empty for one card.
@@ -106,7 +107,8 @@ class Budget:
         what = "parameters and buffers"
         if sharding:
             trained = (tensor for tensor in parameters.values() if tensor.requires_grad)
-            model_bytes += sum(tensor.numel() * tensor.itemsize for tensor in trained) // shards
+            gradient_shards = 1 if any(way.keeps_whole_gradients for way in sharding) else shards
+            model_bytes += sum(tensor.numel() * tensor.itemsize for tensor in trained) // gradient_shards
             what = f"{'the parts of one card of ' if shards > 1 else ''}parameters, gradients and buffers"
         needed_bytes = model_bytes + card.outside_bytes
         if needed_bytes <= self.usable_bytes:

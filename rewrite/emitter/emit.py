@@ -246,9 +246,16 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         weigh = "if weight is not None:\n    loss = weighted(loss, weight)\n"
         if share:
             weigh = "loss = weighted(loss, share if weight is None else share * weight)\n"
+        compute = forward + weigh + backward
+        # On several cards, gradients may be reduced only in the backward of the last micro-batch.
+        before = next((fragment.before_micro_batch for fragment in fragments if fragment.before_micro_batch), "")
+        around = next((fragment.around_micro_batch for fragment in fragments if fragment.around_micro_batch), "")
+        if around:
+            compute = f"with {around}:\n{textwrap.indent(compute, '    ')}"
         running = "total = loss.detach() if total is None else total + loss.detach()\ndel loss\n"
-        body = textwrap.indent(forward + weigh + backward + running, "    ")
-        compute = f"total = None\nparts = {split}\nfor part, weight in parts:\n{body}"
+        body = textwrap.indent(before + compute + running, "    ")
+        each = "part, weight, is_last in marking_last(parts)" if before or around else "part, weight in parts"
+        compute = f"total = None\nparts = {split}\nfor {each}:\n{body}"
     else:
         compute = forward + ("loss = weighted(loss, share)\n" if share else "") + backward
     if share:

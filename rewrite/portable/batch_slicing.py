@@ -24,6 +24,15 @@ def samples_between(start, stop, batch, samples, not_by_sample=()):
     )
 
 
+def marking_last(parts):
+    """Yield each micro-batch and its weight, and True for the last one, False for the others."""
+    before = next(parts)
+    for following in parts:
+        yield *before, False
+        before = following
+    yield *before, True
+
+
 def count_samples(batch, batch_size, not_by_sample=()):
     """Return the number of samples: `batch_size`, or in a smaller last batch the first dimension of the tensors."""
     sizes = set()

@@ -8,26 +8,31 @@
 - `ZeroRedundancyOptimizer`: as with DistributedDataParallel, but each card has the optimizer state of only a part of
   the parameters.
 
+If the batch is split, gradients are reduced over the cards in each micro-batch, or once in a step: then each card adds
+up whole gradients until the last micro-batch (`no_sync`, and `set_requires_gradient_sync` of FSDP2).
+
 `fully_shard` replaces the parameters of the model by shards (DTensors). An optimizer that was made before still has the
 old parameters in its groups, and gets the new ones here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from planner.errors import DecisionError
+from planner.plan_types.decision_base import micro_batches_of
 from planner.plan_types.decisions import Shard, ShardedPrecision
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment, literal
 from planner.rewrite.loss_terms import loss_terms_of, terms_source
-from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
+from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, marking_last
 from planner.rewrite.portable.loss_and_clipping import weighted
 from planner.rewrite.portable.loss_terms import share_of_rank
 from planner.rewrite.portable.rank_states import (
@@ -110,13 +115,28 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
             ) from error
     after = dict(model.named_parameters())
     rewriting.replace_in_optimizers({id(before[name]): after[name] for name in before})
+    if decision.reduces_once:
+        rewriting.no_sync = functools.partial(_without_reduction, model)
+
+
+@contextlib.contextmanager
+def _without_reduction(model: Any) -> Iterator[None]:
+    """Context of a micro-batch whose gradients FSDP2 adds up whole on this card."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def _replicate(rewriting: Rewriting, decision: Shard) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    rewriting.wrapper = DistributedDataParallel(rewriting.model, gradient_as_bucket_view=not decision.prepared_by)
+    wrapper = DistributedDataParallel(rewriting.model, gradient_as_bucket_view=not decision.prepared_by)
+    rewriting.wrapper = wrapper
+    if decision.reduces_once:
+        rewriting.no_sync = wrapper.no_sync
     if decision.way == "ddp":
         return
     for name, replaced in rewriting.optimizers.items():
@@ -157,6 +177,9 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     """Return the code that does the same as `shard` in an emitted file, which torchrun starts on each card."""
     terms = terms_source(plan)
     functions: list[Callable] = [share_of_rank, count_samples, map_tensors, weighted]
+    reduces_once = decision.reduces_once and micro_batches_of(plan.decisions) > 1
+    if reduces_once:
+        functions.append(marking_last)
     receives = decision.way == "fsdp" and not decision.offload  # set_model_state_dict needs all tensors on one device
     if receives:
         functions += [receive_from_rank_0, refuse_other_model, attributes_of]
@@ -181,7 +204,9 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
                 *common.imports,
                 "from torch.nn.parallel import DistributedDataParallel",
                 *(["from torch.distributed.optim import ZeroRedundancyOptimizer"] if decision.way == "zero1" else []),
+                *(["import contextlib"] if reduces_once else []),
             ),
+            around_micro_batch="contextlib.nullcontext() if is_last else model.no_sync()" if reduces_once else "",
             rewriting=(
                 f"model = DistributedDataParallel(model, gradient_as_bucket_view={not decision.prepared_by})\n",
             ),
@@ -218,6 +243,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
             *([_SHARD_TAIL] if decision.tail else []),
             "fully_shard(model, **options)\n",
         ),
+        before_micro_batch="model.set_requires_gradient_sync(is_last)\n" if reduces_once else "",
         shards=True,
         receives=receives,
         communicates_on_host=decision.offload,

@@ -7,7 +7,9 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html import escape, unescape
+from importlib import resources
 from itertools import accumulate
 
 import numpy as np
@@ -23,6 +25,7 @@ from planner.cli.page.timeline import STACK, recording_data
 from planner.estimate.footprint import measure
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decisions import Accumulation
+from planner.plan_types.plan import Plan
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.recording.step_graph import Category
 from planner.snapshot import load, replay_history
@@ -78,7 +81,8 @@ def bytes_by_category(data: dict) -> dict[str, np.ndarray]:
     ):
         found[STACK[category]][birth : birth + life] += size * unit
     live = sum(found.values())
-    found[Category.CONTEXT] += data["context_bytes"]
+    for category, size in data["outside_bytes"].items():
+        found[category] += size
     found[Category.SLACK] = np.array(list(accumulate(moments["reserved"]))) * unit - live
     return found
 
@@ -91,6 +95,7 @@ def bytes_of_recording(recording: Recorded, ticks: np.ndarray) -> dict[str, np.n
         storages = [storage for storage in graph.storages if storage.category is category]
         found[str(category)] = dataclasses.replace(graph, storages=storages).live_bytes(granularity_bytes=unit)[ticks]
     found[Category.CONTEXT] = np.full(len(ticks), recording.card.context_bytes)
+    found[Category.NCCL] = np.full(len(ticks), recording.card.nccl_bytes)
     found[Category.SLACK] = (recording.reserved_bytes - graph.live_bytes(granularity_bytes=unit))[ticks]
     return found
 
@@ -123,6 +128,32 @@ def test_the_marked_peak_is_the_breakdown_that_the_plan_reports(plan_and_recordi
     breakdown = {category: size for category, size in footprint.breakdown.items() if category != Category.SLACK}
     assert {category: size for category, size in at_peak.items() if size} == breakdown
     assert sum(shown.values()).max() == footprint.total_bytes
+
+
+def test_every_category_has_a_place_in_the_charts_and_colors():
+    assert sorted(STACK) == sorted(Category)
+    style = (resources.files("planner.cli.page") / "assets/page.css").read_text()
+    for category in Category:
+        assert style.count(f"--{category.lower().replace(' ', '-')}: #") == 2  # light and dark
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_saved_plan_for_several_cards_has_the_page_of_one_of_them(tmp_path):
+    path, page_path = tmp_path / "plan.json", tmp_path / "page.html"
+    asked = ["tests/fixtures/roberta", "--vram", "4GiB", "--gpu", "h100", "--batch-size", "4", "--seq-len", "16"]
+    only = ["--cards", "2", "--sharding", "fsdp", "--only", "accumulation", "--save", str(path)]
+    for arguments in ([*asked, *only], [str(path), "--report", str(page_path)]):
+        subprocess.run([sys.executable, "-m", "planner.cli", *arguments], check=True, capture_output=True, timeout=300)
+    plan, text = Plan.load(path), page_path.read_text()
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+    recording = data["recordings"]["plan"]
+    shown = bytes_by_category(recording)
+    at_peak = {category: int(values[recording["moments"]["peak"]]) for category, values in shown.items()}
+    assert at_peak[Category.NCCL] == plan.peak.breakdown[Category.NCCL] > 0
+    assert at_peak[Category.UNSHARDED] == plan.peak.breakdown[Category.UNSHARDED] > 0
+    assert sum(shown.values()).max() == plan.peak.total_bytes
+    assert "The charts show one of 2 cards" in text
 
 
 def test_fewer_moments_keep_the_peaks_and_stay_exact(plan_and_recordings):

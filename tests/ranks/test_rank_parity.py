@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tempfile
 from collections.abc import Callable
 
@@ -132,6 +133,12 @@ def copies(way: str) -> Callable[[torch.nn.Module, int], Shard]:
     return lambda model, cards: Shard(way=way, mesh=(cards,))
 
 
+def once(shard: Callable[[torch.nn.Module, int], Shard]) -> Callable[[torch.nn.Module, int], Shard]:
+    return lambda model, cards: dataclasses.replace(shard(model, cards), reduces_once=True)
+
+
+TWO = Accumulation(micro_batch_size=1, micro_batches=2)
+UNEVEN = Accumulation(micro_batch_size=3, micro_batches=2)
 SPLIT = Accumulation(micro_batch_size=1, micro_batches=4)
 TRAININGS = {
     **{f"{name}, FSDP2": Training(build=build, shard=fsdp) for name, build in MODELS.items()},
@@ -144,6 +151,14 @@ TRAININGS = {
     "accumulated and clipped": Training(
         build=LLAMA, shard=kept, decisions=lambda model: (SPLIT,), max_grad_norm=0.01
     ),
+    "reduced once": Training(build=LLAMA, shard=once(fsdp), decisions=lambda model: (SPLIT,)),
+    "reduced once, kept and clipped": Training(
+        build=LLAMA, shard=once(kept), decisions=lambda model: (SPLIT,), max_grad_norm=0.01
+    ),
+    "reduced once, hybrid": Training(build=LLAMA, shard=once(hybrid), cards=4, decisions=lambda model: (TWO,)),
+    "reduced once, offloaded": Training(build=LLAMA, shard=once(offloaded), decisions=lambda model: (UNEVEN,)),
+    "reduced once, DDP": Training(build=LLAMA, shard=once(copies("ddp")), decisions=lambda model: (UNEVEN,)),
+    "reduced once, ZeRO-1": Training(build=tied, shard=once(copies("zero1")), decisions=lambda model: (TWO,)),
     "checkpointed": Training(
         build=LLAMA, shard=fsdp, decisions=lambda model: (Checkpoint(modules=repeated_blocks(model)),)
     ),
@@ -261,6 +276,24 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """
     norm = torch.linalg.vector_norm
     return bool(norm((found - expected).double()) <= 1e-12 * norm(expected.double()).clamp(min=1))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shard", [once(fsdp), once(kept), once(copies("ddp"))], ids=["FSDP2", "kept", "DDP"])
+def test_gradients_that_are_reduced_once_are_those_of_one_process(shard, monkeypatch):
+    """One step of gradient descent with a rate of 1 subtracts the gradient from the weights."""
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 1)
+    training = Training(
+        build=LLAMA,
+        shard=shard,
+        decisions=lambda model: (UNEVEN,),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    )
+    (expected, _), ranks = run_in_child(lambda: alone(training)), together(training)
+    before = built(training)[0].state_dict()
+    assert all((before[key] - value).abs().max() > 1e-6 for key, value in expected.items())  # all have a gradient
+    for found, _ in ranks:
+        assert all(torch.allclose(found[key], value, rtol=0, atol=1e-12) for key, value in expected.items())
 
 
 def test_a_loss_in_chunks_is_that_of_one_card_up_to_the_rounding_of_its_logits():

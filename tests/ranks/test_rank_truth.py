@@ -24,6 +24,10 @@ LLAMA = hugging_face("llama", "LlamaForCausalLM", **WIDE, num_key_value_heads=2)
 BERT = hugging_face("bert", "BertForMaskedLM", **{**WIDE, "num_hidden_layers": 2})
 LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
 FSDP = Shard(way="fsdp", mesh=(2,), units=LAYERS)
+ONCE = dataclasses.replace(FSDP, reduces_once=True)
+SIX_SAMPLES = hugging_face("llama", "LlamaForCausalLM", **WIDE, num_key_value_heads=2, batch_size=6)
+TIED_SIX_SAMPLES = hugging_face("bert", "BertForMaskedLM", **{**WIDE, "num_hidden_layers": 2}, batch_size=6)
+THREE = Accumulation(micro_batch_size=2, micro_batches=3)
 
 
 def case(*decisions: Decision, build=LLAMA, optimizer=foreach, max_grad_norm: float | None = None) -> RankCase:
@@ -40,12 +44,20 @@ CASES = {
     "FSDP2, autocast": case(Precision(dtype="bf16"), FSDP),
     "FSDP2, a loop in the optimizer": case(FSDP, optimizer=loop),
     "FSDP2, accumulation": case(FSDP, Accumulation(micro_batch_size=1, micro_batches=2)),
+    "FSDP2, reduced once": case(ONCE, Accumulation(micro_batch_size=1, micro_batches=2)),
+    "FSDP2, reduced once, mixed precision": case(
+        ShardedPrecision(), dataclasses.replace(ONCE, kept=LAYERS[:1]), THREE, build=SIX_SAMPLES
+    ),
+    "FSDP2, reduced once, tied weights": case(
+        Shard(way="fsdp", mesh=(2,), units=("bert.encoder.layer.0",), reduces_once=True), THREE, build=TIED_SIX_SAMPLES
+    ),
     "FSDP2, one unit": case(Shard(way="fsdp", mesh=(2,))),
     "FSDP2, tied weights": case(
         Shard(way="fsdp", mesh=(2,), units=("bert.encoder.layer.0", "bert.encoder.layer.1")), build=BERT
     ),
     "FSDP2, uneven shards": case(Shard(way="fsdp", mesh=(3,), units=LAYERS)),
     "hybrid": case(Shard(way="fsdp", mesh=(2, 2), units=LAYERS)),
+    "hybrid, reduced once": case(dataclasses.replace(ONCE, mesh=(2, 2)), THREE, build=SIX_SAMPLES),
 }
 
 
@@ -85,9 +97,9 @@ class Wide(torch.nn.Sequential):
 
 COPIES = {
     "DDP": case(Shard(way="ddp", mesh=(2,)), build=with_loss(Wide, 6, 48)),
-    "DDP, accumulation": case(
-        Shard(way="ddp", mesh=(2,)), Accumulation(micro_batch_size=2, micro_batches=3), build=with_loss(Wide, 6, 48)
-    ),
+    "DDP, accumulation": case(Shard(way="ddp", mesh=(2,)), THREE, build=with_loss(Wide, 6, 48)),
+    "DDP, reduced once": case(Shard(way="ddp", mesh=(2,), reduces_once=True), THREE, build=with_loss(Wide, 6, 48)),
+    "ZeRO-1, reduced once": case(Shard(way="zero1", mesh=(2,), reduces_once=True), THREE, build=with_loss(Wide, 6, 48)),
     "ZeRO-1": case(Shard(way="zero1", mesh=(2,)), build=with_loss(Wide, 6, 48)),
 }
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.plan_types.decisions import Accumulation, Decision, Freeze, Precision
+from planner.plan_types.decisions import Accumulation, Decision, Freeze, Precision, Shard
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite import apply
@@ -306,10 +306,18 @@ def test_the_step_runs_on_tensors_without_storage():
     [(8, 2, (8, 2)), (5, 2, (5, 5)), (4, 3, (4, 4, 2)), (3, 4, (3, 3, 1)), (2, 5, (2, 2))],
 )
 def test_every_size_of_a_micro_batch_is_rehearsed(size, count, rehearsed):
-    """A smaller last micro-batch allocates blocks of other sizes, which may need segments of their own."""
+    """A smaller last micro-batch allocates blocks of other sizes, which may need segments of their own.
+
+    If only the last one reduces gradients over the cards, it differs from the second, too.
+    """
     work = workload(seeded(Perceptron), vectors(10), loss_fn=cross_entropy)
     assert rehearsed_sizes(work, ()) == (10,)
-    assert rehearsed_sizes(work, (Accumulation(micro_batch_size=size, micro_batches=count),)) == rehearsed
+    split = Accumulation(micro_batch_size=size, micro_batches=count)
+    assert rehearsed_sizes(work, (split,)) == rehearsed
+    once = Shard(way="ddp", mesh=(2,), reduces_once=True)
+    of_cards = rehearsed if count == 2 or rehearsed[-1] != size else (*rehearsed, size)
+    for divided, decisions in ((work, (once, split)), (dataclasses.replace(work, sharding=(once,)), (split,))):
+        assert rehearsed_sizes(divided, decisions) == of_cards
 
 
 def test_a_model_that_was_named_by_reference_trains_without_its_cache_as_planned():

@@ -18,6 +18,7 @@ from planner.cli.page.recorded import PlanRecordings, Stage
 from planner.cli.page.timeline import STACK, recording_data
 from planner.cli.report import UNCHECKED, headline, provenance
 from planner.cli.tradeoff_svg import front_svg
+from planner.plan_types.decision_base import cards_of
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
@@ -100,6 +101,8 @@ def _lead(plan: Plan, recordings: PlanRecordings) -> str:
     if recordings.planned is not None:
         text += " Both charts have the same scales."
     text += " Two steps were rehearsed. The first one creates the optimizer state, and later steps are like the second."
+    if (cards := cards_of(plan.decisions)) > 1:
+        text += f" The charts show one of {cards} cards. Their time axis is that of computation, without communication."
     shown = len(recordings.planned.graph.micro_batch_sizes) if recordings.planned else 1
     real = max((decision.micro_batch_count for decision in plan.decisions), default=1)
     if shown < real:

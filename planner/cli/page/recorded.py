@@ -16,7 +16,7 @@ from planner.plan_types.decision_base import Decision, micro_batches_of
 from planner.plan_types.plan import Footprint, Plan
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
-from planner.replan import load_planned
+from planner.replan import load_planned, with_planned_links
 from planner.workload.cards import resolve_card
 from planner.workload.workload import Workload
 
@@ -104,6 +104,7 @@ def rehearse_plan(plan: Plan, *, gpu: str | None) -> PlanRecordings:
         PlannerError: the model cannot be loaded or rehearsed.
     """
     workload, card = load_planned(plan), resolve_card(gpu or plan.card, plan.vram_bytes)
+    card = with_planned_links(card, plan, is_same_card=gpu is None)
     card = dataclasses.replace(card, alloc_conf=plan.alloc_conf)
     baseline = Recorded(pipeline.record_step(workload, card), card, plan.baseline, ())
     planned = None

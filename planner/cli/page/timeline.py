@@ -20,8 +20,9 @@ from planner.recording.step_graph import Category, Phase, StepGraph
 MOST_MOMENTS = 20_000
 """Maximum number of moments on the page. If there are more, each group of moments keeps the one with most memory."""
 STACK = (
-    *(Category.CONTEXT, Category.PARAMETER, Category.OPTIMIZER_STATE, Category.GRADIENT, Category.INPUT),
-    *(Category.WORKSPACE, Category.AUTOCAST, Category.ACTIVATION, Category.LOGITS, Category.TEMPORARY, Category.SLACK),
+    *(Category.CONTEXT, Category.NCCL, Category.PARAMETER, Category.OPTIMIZER_STATE, Category.GRADIENT, Category.INPUT),
+    *(Category.WORKSPACE, Category.AUTOCAST, Category.UNSHARDED, Category.COMMUNICATION, Category.ACTIVATION),
+    *(Category.LOGITS, Category.TEMPORARY, Category.SLACK),
 )
 """Categories from the bottom of the chart to its top. Those that live longest come first."""
 
@@ -32,7 +33,7 @@ def recording_data(recorded: Recorded, *, most_moments: int = MOST_MOMENTS) -> d
     Keys of the result (a *column* is a list with one item for each row; a column of *differences* has for each row the
     difference from the row before, and for the first row its value):
 
-    - `unit_bytes`: the unit of all sizes, and `context_bytes`, of the CUDA context with NCCL's memory, in bytes
+    - `unit_bytes`: the unit of all sizes; `outside_bytes`: by category, the bytes outside of the allocator
     - `moments`: columns of differences `tick`, `time_ns`, `reserved` (the allocator's memory, in units) and `op` (row
       of `ops`, -1 before the first op); `end`: tick and time_ns of the end; `peak`: the moment of the reported peak
     - `steps`: for each recorded training step [first moment, moment after the last]
@@ -53,7 +54,10 @@ def recording_data(recorded: Recorded, *, most_moments: int = MOST_MOMENTS) -> d
     moment_ops = [-1 if index < 0 else ops.number(index) for index in op_of_tick]
     return {
         "unit_bytes": unit,
-        "context_bytes": recorded.card.outside_bytes,
+        "outside_bytes": {
+            str(Category.CONTEXT): recorded.card.context_bytes,
+            str(Category.NCCL): recorded.card.nccl_bytes,
+        },
         "moments": {
             "tick": _differences(ticks),
             "time_ns": _differences(recorded.times_ns[ticks]),

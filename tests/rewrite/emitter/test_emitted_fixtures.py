@@ -130,6 +130,13 @@ RANK_CASES = {
         ),
     ),
     "sharded_on_host": of_flat(Shard(way="fsdp", mesh=(2,), offload=True)),
+    "sharded_and_reduced_once": of_roberta(
+        Shard(way="fsdp", mesh=(2,), units=LAYERS, reduces_once=True),
+        Accumulation(micro_batch_size=2, micro_batches=3),
+    ),
+    "copies_that_are_reduced_once": of_roberta(
+        Shard(way="ddp", mesh=(2,), reduces_once=True), Accumulation(micro_batch_size=2, micro_batches=3)
+    ),
     "copies_with_divided_state": of_roberta(Shard(way="zero1", mesh=(2,))),
 }  # fmt: skip
 """Files that torchrun starts. tests/ranks/test_rank_emitted.py runs them."""

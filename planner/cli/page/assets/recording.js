@@ -26,8 +26,7 @@ function formatSize(bytes) {
 class Recording {
   /**
    * @param data the result of `recording_data` in timeline.py, which describes its keys
-   * @param stack names of the categories from the bottom of the chart to its top; the first is the CUDA context, the
-   *   last the allocator's slack
+   * @param stack names of the categories from the bottom of the chart to its top; the last is the allocator's slack
    */
   constructor(data, stack) {
     const { moments, storages, unit_bytes: unit } = data;
@@ -44,11 +43,11 @@ class Recording {
     this.storages = storages;
     this.ops = data.ops;
     this.strings = data.strings;
-    this.bytes = this.#bytesByCategory(sums(moments.reserved).map((size) => size * unit), data.context_bytes);
+    this.bytes = this.#bytesByCategory(sums(moments.reserved).map((size) => size * unit), data.outside_bytes);
   }
 
   /** Returns for each category the bytes in each moment. */
-  #bytesByCategory(reserved, context) {
+  #bytesByCategory(reserved, outside) {
     const bytes = this.stack.map(() => new Float64Array(this.op.length + 1));
     const live = new Float64Array(this.op.length);
     this.size.forEach((size, row) => {
@@ -59,7 +58,7 @@ class Recording {
       for (let moment = 1; moment < category.length; moment++) category[moment] += category[moment - 1];
       live.forEach((total, moment) => (live[moment] = total + category[moment]));
     }
-    bytes[0].fill(context);
+    for (const [category, size] of Object.entries(outside)) bytes[this.stack.indexOf(category)].fill(size);
     bytes[bytes.length - 1] = Float64Array.from(reserved, (size, moment) => size - live[moment]);
     return bytes.map((category) => category.slice(0, this.op.length));
   }

@@ -1,0 +1,62 @@
+"""Notes of `--cards fewest` on changes with which half as many cards would be enough."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import planner
+from planner import fewest_cards, profiles
+from planner.fewest_cards import _Changes
+from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.decision_base import cards_of
+from planner.progress import Watch
+from planner.space.sharding import several_cards
+from planner.workload.workload import workload
+from tests.ranks.test_rank_plans import batch, llama
+
+
+def tried(monkeypatch, count: int, *, forbid: tuple[str, ...] = (), **cards) -> list[tuple[str | None, bool, bool]]:
+    """Returns the plans that are asked for: the way to divide the work, and True for host memory and for adapters."""
+    asked = []
+
+    def plan_on(number, work, card, together, **options):
+        assert number == count
+        asked.append((together.way, together.offload, work.adapter is not None))
+
+    monkeypatch.setattr(fewest_cards, "_plan_on", plan_on)
+    constraints = parse_constraints(fidelity="rounded", force=(), forbid=forbid)
+    changes = _Changes(
+        workload(llama(1), batch(4)), profiles.bare(), several_cards("fewest", **cards), count,
+        vram_bytes=1 << 30, constraints=constraints, watch=Watch(),
+    )  # fmt: skip
+    assert list(changes._fitting()) == []
+    return asked
+
+
+def test_the_changes_are_those_that_the_number_of_cards_and_the_options_leave(monkeypatch):
+    on_host, adapters = ("fsdp", True, False), ("fsdp", False, True)
+    assert tried(monkeypatch, 4) == [on_host, adapters]
+    assert tried(monkeypatch, 4, way="fsdp", offload=True) == [("fsdp", True, True)]
+    assert tried(monkeypatch, 4, way="zero1") == [("fsdp", False, False), on_host, ("zero1", False, True)]
+    assert tried(monkeypatch, 4, prepared_by="accelerate") == [(None, False, True)]
+    assert tried(monkeypatch, 1) == [(None, False, True)] * 2  # adapters on weights in full precision, and in 4 bits
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_change_that_the_notes_name_makes_half_as_many_cards_enough(monkeypatch):
+    monkeypatch.setattr(fewest_cards, "_SECONDS", 400)
+    options = {"vram": int(11.5 * (1 << 20)), "gpu": "bare", "only": ("mixed-precision", "sharded-precision")}
+    plan = planner.plan(llama(2), batch(4), cards="fewest", fidelity="exact", **options)
+    assert plan.fits and cards_of(plan.decisions) == 4
+    (note,) = (note for note in plan.notes if "(--fidelity rounded)" in note)
+    found = re.fullmatch(
+        r"2 cards would be enough with one change \(--fidelity rounded\): (\S+ MiB) on each card, \S+ x the step time",
+        note,
+    )
+    assert found
+    with_it = planner.plan(llama(2), batch(4), cards=2, sharding="fsdp", fidelity="rounded", **options)
+    assert with_it.fits
+    assert not planner.plan(llama(2), batch(4), cards=2, fidelity="exact", **options).fits
