@@ -32,9 +32,9 @@ def main() -> None:
         predicted = row.predicted(outcomes[row.program])
         unit = "MB" if row.unit_bytes == MB else "MiB"
         error = f"{predicted / row.published - 1:+.1%}"
-        table.add_row(
-            row.setting, str(row.cards), row.measure, f"{row.published:,.0f} {unit}", f"{predicted:,.1f}", error
-        )
+        cells = (row.setting, str(row.cards), row.measure, f"{row.published:,.0f} {unit}", f"{predicted:,.1f}", error)
+        print(*cells, sep=", ", file=sys.stderr)
+        table.add_row(*cells)
     console.print(table)
 
 

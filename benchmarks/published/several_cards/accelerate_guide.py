@@ -2,7 +2,7 @@
 
 Source: github.com/huggingface/accelerate, `benchmarks/fsdp2` (March 2025), which shows its code and a plot of reserved
 memory over time on 8 x H100. Weights in fp32, gathered in bf16, gradients reduced in bf16, bf16 autocast, outputs
-converted to fp32, AdamW, 2 x 128 tokens on each card (the script's defaults); units are the decoder layers and the rest.
+converted to fp32, AdamW, 2 x 128 tokens on each card (the script's defaults). Units are decoder layers and the rest.
 
 The figures are read from the plot, whose axis says GB and means MiB, within 20 MiB. The script trains four times in one
 process. The first training starts with an empty allocator; the one with accelerate is the last, and starts with 200 MiB

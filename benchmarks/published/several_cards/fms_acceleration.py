@@ -1,9 +1,9 @@
 """fms-acceleration's benchmark: Mistral-7B with all weights and with LoRA, under FSDP on two cards.
 
-Source: github.com/foundation-model-stack/fms-acceleration, `scripts/benchmarks/refs`, the rows without another framework
-of `a100_80gb_update_cross_entropy_and_deps.csv` (February 2025: torch 2.4.1, transformers 4.48.1, accelerate 1.0.1, peft
-0.13.2, flash-attn 2.7.3), and its `accelerate.yaml` (no mixed precision). Two A100 80GB; weights in bf16, checkpointed
-blocks, AdamW. Each row has the peak of allocated bytes, as transformers' Trainer reports it.
+Source: github.com/foundation-model-stack/fms-acceleration, `scripts/benchmarks/refs`, the rows without another
+framework of `a100_80gb_update_cross_entropy_and_deps.csv` (February 2025: torch 2.4.1, transformers 4.48.1, accelerate
+1.0.1, peft 0.13.2, flash-attn 2.7.3), and its `accelerate.yaml` (no mixed precision). Two A100 80GB; weights in bf16,
+checkpointed blocks, AdamW. Each row has the peak of allocated bytes, as transformers' Trainer reports it.
 
 All samples have 4096 tokens: between batches of 2 and of 4 the allocated bytes at the end differ by 196,608, which are
 three int64 tensors of 2 x 4096. The loss is written after transformers 4.48, which copies the logits to fp32 and shifts
@@ -19,7 +19,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import bitsandbytes  # noqa: F401  peft imports it, which fails where a CUDA card is only simulated
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
 from benchmarks.published.several_cards.rows import MB, Measure, Row
@@ -46,8 +48,6 @@ def mistral(*, is_lora: bool) -> Any:
     with torch.device("meta"):
         model: Any = MistralForCausalLM(config).bfloat16()
         if is_lora:
-            from peft import LoraConfig, get_peft_model
-
             targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
             model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, lora_dropout=0.1, target_modules=targets))
             model.enable_input_require_grads()
@@ -55,23 +55,30 @@ def mistral(*, is_lora: bool) -> Any:
     return model.train()
 
 
+class WithLoss(torch.nn.Module):
+    """Tokens [samples, tokens] -> the loss of transformers 4.48 (`ForCausalLMLoss`), inside of FSDP's last unit."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        output = self.model(input_ids=ids)
+        logits = output.logits.float()
+        shifted, targets = logits[..., :-1, :].contiguous(), ids[..., 1:].contiguous()
+        return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), targets.view(-1))
+
+
 def sharded(device: torch.device, *, is_lora: bool) -> torch.nn.Module:
     """Returns the model with the shards of one rank on the device."""
     from torch.distributed.fsdp import fully_shard
     from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
-    model: torch.nn.Module = mistral(is_lora=is_lora)
+    model = WithLoss(mistral(is_lora=is_lora))
     for layer in [module for module in model.modules() if isinstance(module, MistralDecoderLayer)]:
         fully_shard(layer)
     fully_shard(model)
     return model.to_empty(device=device)
-
-
-def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Returns the loss of transformers 4.48 (`ForCausalLMLoss`)."""
-    logits = model(input_ids=ids).logits.float()
-    shifted, targets = logits[..., :-1, :].contiguous(), ids[..., 1:].contiguous()
-    return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), targets.view(-1))
 
 
 def train(device: torch.device, *, is_lora: bool, samples: int) -> None:
@@ -80,7 +87,7 @@ def train(device: torch.device, *, is_lora: bool, samples: int) -> None:
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=2e-5)
     for _ in range(STEPS):
         ids = torch.zeros(samples, TOKENS, dtype=torch.long).to(device)
-        loss_of(model, ids).backward()
+        model(ids).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -51,7 +51,7 @@ class Row:
 
 
 def outcome(row: Row) -> AllocatorOutcome:
-    """Returns the peaks of the first of several ranks. NCCL's memory is outside of the allocator and not part of them."""
+    """Returns the peaks of the first of several ranks. NCCL's memory is outside of the allocator and not counted."""
     profile = profiles.load(row.card)
     graph = rehearse_program(row.program, Target.of(profile, cards=row.cards))
     if row.has_workspaces:
