@@ -18,7 +18,7 @@ from planner.profiles import load
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECTION = re.compile(r"^## Worked answers\n(.*?)^## ", re.DOTALL | re.MULTILINE)
-COMMAND = re.compile(r"^plan (.+?(?:\\\n.+?)*)$", re.MULTILINE)
+COMMAND = re.compile(r"^plan (.+)$", re.MULTILINE)
 
 
 def commands() -> list[list[str]]:
@@ -26,7 +26,7 @@ def commands() -> list[list[str]]:
     section = SECTION.search((ROOT / "docs" / "past-one-card.md").read_text())
     assert section is not None
     blocks = re.findall(r"^```bash\n(.*?)^```", section[1], re.DOTALL | re.MULTILINE)
-    return [shlex.split(found) for block in blocks for found in COMMAND.findall(block)]
+    return [shlex.split(found) for block in blocks for found in COMMAND.findall(block.replace("\\\n", " "))]
 
 
 def test_there_are_three_worked_answers() -> None:
