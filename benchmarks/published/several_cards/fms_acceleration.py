@@ -21,9 +21,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import bitsandbytes  # noqa: F401  peft imports it, which fails where a CUDA card is only simulated
 import torch
-from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
 from benchmarks.published.several_cards.rows import MB, Measure, Row
@@ -50,6 +48,8 @@ def mistral(*, is_lora: bool) -> Any:
     with torch.device("meta"):
         model: Any = MistralForCausalLM(config).bfloat16()
         if is_lora:
+            from peft import LoraConfig, get_peft_model
+
             targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
             model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, lora_dropout=0.1, target_modules=targets))
             model.enable_input_require_grads()
@@ -104,6 +104,7 @@ ROWS = tuple(
         published=published,
         unit_bytes=MB,
         program=functools.partial(train, is_lora=is_lora, samples=samples),
+        imported=("bitsandbytes", "peft") if is_lora else (),
     )
     for (is_lora, samples), published in PUBLISHED.items()
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -43,6 +44,8 @@ class Row:
     """Trains as the first rank. Rows with the same program are rehearsed once."""
     has_workspaces: bool = True
     """Whether the version of PyTorch took the workspaces of cuBLAS from its allocator."""
+    imported: tuple[str, ...] = ()
+    """Modules that are imported before the rehearsal, because they cannot be imported where a card is simulated."""
 
     def predicted(self, outcome: AllocatorOutcome) -> float:
         """Returns the predicted figure in the unit of the published one."""
@@ -52,6 +55,8 @@ class Row:
 
 def outcome(row: Row) -> AllocatorOutcome:
     """Returns the peaks of the first of several ranks. NCCL's memory is outside of the allocator and not counted."""
+    for name in row.imported:
+        importlib.import_module(name)
     profile = profiles.load(row.card)
     graph = rehearse_program(row.program, Target.of(profile, cards=row.cards))
     if row.has_workspaces:
