@@ -219,8 +219,8 @@ FAULTS = (
     Fault(
         name="command-fails-with-one",
         path="planner/cli/command.py",
-        old="    return COULD_NOT_RUN\n",
-        new="    return DOES_NOT_FIT\n",
+        old="isinstance(error, MachineError) else COULD_NOT_RUN\n",
+        new="isinstance(error, MachineError) else DOES_NOT_FIT\n",
         tests=(
             "tests/cli/test_cli.py"
             "::test_bad_input_gets_one_clear_line_exit_code_two_and_nothing_written[unknown model]",

@@ -29,6 +29,8 @@ BUILD_PARAMETERS = {"convnet": 11_689_512, "flat": 42_518_016, "sequential": 23_
 
 CONFIG_PARAMETERS = {
     "gpt2": 124_439_808,
+    "llama2_70b": 68_976_648_192,
+    "llama2_7b": 6_738_415_616,
     "llama_1b": 1_235_814_400,
     "llama_8b": 8_030_261_248,
     "roberta_12": 126_031_648,
@@ -39,6 +41,8 @@ CONFIG_PARAMETERS = {
 TEXT_SMALL = {"vocab_size": 128, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 SMALL_CONFIGS = {
     "gpt2": {**TEXT_SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "llama2_70b": {**TEXT_SMALL, "hidden_size": 256, "head_dim": 4, "intermediate_size": 64, "num_hidden_layers": 2},
+    "llama2_7b": {**TEXT_SMALL, "hidden_size": 128, "head_dim": 4, "intermediate_size": 64, "num_hidden_layers": 2},
     "llama_1b": {**TEXT_SMALL, "hidden_size": 32, "head_dim": 4, "intermediate_size": 64, "num_hidden_layers": 2},
     "llama_8b": {**TEXT_SMALL, "hidden_size": 32, "head_dim": 4, "intermediate_size": 64, "num_hidden_layers": 2},
     "roberta_12": {**TEXT_SMALL, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -153,7 +157,7 @@ def test_a_loop_plans_and_trains_on_the_processor(name: str, capsys: pytest.Capt
     assert losses[-1] <= losses[0]
 
 
-@pytest.mark.parametrize("name", ["llama_1b", "llama_8b"])
+@pytest.mark.parametrize("name", ["llama2_70b", "llama_1b", "llama_8b"])
 def test_llama_examples_share_keys_and_values_between_heads(name: str) -> None:
     config = transformers.AutoConfig.from_pretrained(EXAMPLES / name)
     assert config.num_key_value_heads < config.num_attention_heads
