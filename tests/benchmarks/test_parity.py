@@ -52,7 +52,7 @@ def test_every_technique_is_offered_somewhere():
 
 
 @pytest.mark.parametrize("name", JUDGED)
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 def test_rewritten_steps_train_like_plain_loops(name):
     found = [outcome for each in offered(name).techniques for outcome in judge.judged(CASES[name], offered(name), each)]
     assert [outcome for outcome in found if outcome.failed] == []
@@ -174,6 +174,7 @@ def test_a_number_that_is_not_finite_is_a_difference(place):
     assert judge.difference(truth, other)[0] == float("inf")
 
 
+@pytest.mark.thorough
 def test_the_exit_code_says_that_a_training_differs(monkeypatch, capsys):
     command = ["parity", "--only", "perceptron, adamw, clipping", "--technique", "checkpoint", "--pairs", "0"]
     monkeypatch.setattr("sys.argv", command)

@@ -51,6 +51,7 @@ def test_the_defaults_are_kept_if_they_are_as_good(graph):
     assert plan(enough, only="allocator").decisions == ()
 
 
+@pytest.mark.thorough
 def test_other_options_come_before_releasing_the_cache_in_the_middle_of_a_step(graph):
     least = smallest_capacity_bytes(graph, CARD)
     retried = measure(graph, CARD, vram_bytes=least)

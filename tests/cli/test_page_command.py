@@ -46,6 +46,7 @@ def data_of(path: str) -> dict:
     return json.loads(block[1])
 
 
+@pytest.mark.thorough
 def test_the_files_of_a_plan_show_its_peaks(folder, capsys):
     techniques = ("--only", "accumulation", "--force", "accumulation")
     files = ("--report", "r.html", "--snapshot", "s.pickle")

@@ -217,6 +217,7 @@ def test_frozen_prefixes_make_no_batch_fit_that_is_said_to_be_the_largest(folder
 # ---- which card --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_smallest_card_is_one_of_the_known_cards_with_the_least_memory(folder, capsys):
     code, data = run("--batch-size", "64", "--smallest-card", capsys=capsys)
     known = {name: profiles.load(name).vram_bytes for name in profiles.known()}
@@ -225,6 +226,7 @@ def test_the_smallest_card_is_one_of_the_known_cards_with_the_least_memory(folde
     assert data["notes"][0].startswith("smallest card: ")
 
 
+@pytest.mark.thorough
 def test_where_no_card_will_do_the_largest_one_says_what_is_missing(folder, capsys):
     code = main(["net.py:huge", "--fidelity", "exact", "--smallest-card", "--json"])
     data = json.loads(capsys.readouterr().out)

@@ -91,6 +91,7 @@ def test_the_predicted_recording_is_the_recorded_one(name, decisions):
 
 
 @pytest.mark.parametrize("name", ["roberta", "llama", "sequential"])
+@pytest.mark.thorough_after(1)
 def test_the_prediction_holds_for_checkpointed_modules_too(name):
     work = WORKLOADS[name]()
     names = {type(module).__name__: path for path, module in work.model.named_modules() if path}

@@ -77,6 +77,7 @@ def test_the_total_of_a_recording_and_its_smallest_capacity_have_nccl():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_plan_counts_nccl_and_says_how_much_more_it_may_take():
     plan = planner.plan(llama(2), batch(), vram="2GiB", gpu="a100-80gb", cards=4, sharding="fsdp")
     counted = ROWS["nvlink-3"]["nccl_bytes"]
@@ -91,6 +92,7 @@ def test_a_plan_counts_nccl_and_says_how_much_more_it_may_take():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_budget_that_holds_the_step_but_not_nccl_does_not_fit():
     plan = planner.plan(llama(2), batch(), vram="700MiB", gpu="rtx-3090", cards=4, sharding="fsdp")
     assert plan.fits  # PCIe needs fewer buffers

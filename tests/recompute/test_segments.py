@@ -234,6 +234,7 @@ def test_saved_tensors_that_are_released_in_the_forward_are_promised_as_rehearse
         assert curve.peak((number,)) == rehearsed, unit
 
 
+@pytest.mark.thorough
 def test_a_plan_says_so_and_keeps_its_promise():
     torch.manual_seed(0)
     model, batch = Deep(32), vectors(1024)

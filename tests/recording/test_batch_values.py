@@ -153,6 +153,7 @@ def test_fewer_tokens_take_fewer_bytes():
     assert any("the values of 'present': in module" in note for note in part.notes)
 
 
+@pytest.mark.thorough
 def test_accumulation_is_not_offered_where_memory_may_depend_on_values():
     plan = planned(selected, vram="16KiB")
     assert micro_batches_of(plan.decisions) == 1

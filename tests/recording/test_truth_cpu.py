@@ -21,7 +21,7 @@ EXCEPTIONS = ("in-place, sliced", "bf16 autocast")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in EXCEPTIONS])
-@pytest.mark.thorough_after(3)
+@pytest.mark.thorough_after(2)
 def test_a_rehearsal_is_what_really_happens_op_by_op_and_byte_by_byte(name):
     real, rehearsed = truth(CASES[name]), rehearsal(CASES[name])
     for op, other in zip(real.ops, rehearsed.ops, strict=False):

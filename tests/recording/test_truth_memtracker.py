@@ -196,7 +196,7 @@ def _their_name(graph: StepGraph, storage: Storage) -> str:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.thorough_after(3)
+@pytest.mark.thorough_after(2)
 def test_the_peak_of_every_category_is_that_of_pytorchs_tracker_to_the_byte(name):
     case = CASES[name]
     work = case.workload()

@@ -39,6 +39,7 @@ def test_parameters_without_a_gradient_cost_no_state(force):
     assert abs(plan.solver.promised_bytes - plan.solver.certified_bytes) <= 0.01 * plan.solver.certified_bytes
 
 
+@pytest.mark.thorough
 def test_an_optimizer_over_a_part_of_the_model_is_bounded_by_that_part():
     model, batch = Blocks(8), torch.zeros(256, 256)
     optimizer = torch.optim.AdamW(model.blocks[3].parameters(), foreach=False)
@@ -76,6 +77,7 @@ def test_modules_that_a_gradient_penalty_goes_through_are_not_recomputed():
 
 
 @pytest.mark.parametrize("samples", [3, 5, 9])
+@pytest.mark.thorough_after(1)
 def test_the_smaller_half_of_an_odd_batch_is_counted_as_it_is(samples):
     model, batch = Blocks(8), torch.zeros(samples, 4096, 256)
     whole = planner.plan(model, batch, vram=None, gpu="bare", optimizer="sgd").baseline.total_bytes

@@ -247,7 +247,7 @@ def found(tmp_path_factory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.thorough_after(3)
+@pytest.mark.thorough_after(1)
 def test_gradients_are_the_mean_of_those_of_the_whole_batches(case, found):
     for one in found:
         assert isinstance(one[case], float), one[case]

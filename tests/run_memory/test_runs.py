@@ -124,6 +124,7 @@ def differing(*, updates_every: int = 1, keeps: int = 1) -> Workload:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"updates_every": 3}, {"keeps": 4}, {"updates_every": 2, "keeps": 3}], ids=str)
+@pytest.mark.thorough_after(1)
 def test_a_run_of_calls_that_differ_reserves_what_one_recording_of_all_calls_reserves(options):
     known = rehearse.certifying_graph(differing(**options), (), CARD)
     assert (known.schedule.period, known.schedule.is_certain) == (options.get("updates_every", 1), True)

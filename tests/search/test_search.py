@@ -128,6 +128,7 @@ def test_the_search_finds_what_trying_everything_finds(block: int) -> None:
 
 
 @pytest.mark.parametrize("block", range(4))
+@pytest.mark.thorough_after(1)
 def test_symmetry_changes_the_effort_and_not_the_answer(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
         rng = random.Random(seed)

@@ -298,6 +298,7 @@ def test_a_loss_function_that_counts_is_found(loss_fn):
     assert "loss function" in found_in(Layer(), loss_fn)
 
 
+@pytest.mark.thorough
 def test_accumulation_is_then_offered_only_if_it_is_forced():
     options = {"loss_fn": mean, "optimizer": "sgd", "gpu": "bare", "vram": "1MiB"}
     batch = torch.randn(512, SIZE)

@@ -44,6 +44,7 @@ def of(name: str, seq_len: int = 64):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.thorough_after(3)
 def test_the_head_of_a_language_model_is_found(name):
     work = of(name)
     graph = certifying_graph(work, (), BARE)

@@ -241,6 +241,7 @@ def test_a_peak_in_the_optimizer_is_lowered_by_one_copy_of_the_parameters():
     assert unfit.shortfall.next_step.relax == "allow optimizer-kernel"
 
 
+@pytest.mark.thorough
 def test_a_loop_is_chosen_where_there_is_no_fused_kernel_and_no_room_for_foreach():
     work = made("RMSprop")
     whole = plan_workload(work, BARE, vram_bytes=None, constraints=EXACT).peak.total_bytes
@@ -266,6 +267,7 @@ NOT_OFFERED = {
 
 
 @pytest.mark.parametrize(("optimizer", "reported"), NOT_OFFERED.values(), ids=NOT_OFFERED)
+@pytest.mark.thorough_after(2)
 def test_where_there_is_nothing_to_choose_nothing_is_offered_or_said(optimizer, reported):
     model = net()
     given = {"loss_fn": cross_entropy, "gpu": "rtx-3090", "vram": "20GiB", "forbid": "optimizer"}

@@ -93,6 +93,7 @@ def test_accumulation_of_a_single_sample_cannot_be_forced():
         search_space(task(model_with(), samples=1), BARE, constraints("accumulation"), batch_statistics=(), chunks=None)
 
 
+@pytest.mark.thorough
 def test_a_plan_over_a_functional_batch_norm_splits_the_batch_only_on_request_and_says_so():
     model, batch = model_with(FunctionalNorm(8, training=True)), (torch.zeros(4, 8), torch.zeros(4, 1))
     settings = {"vram": "1GiB", "loss_fn": mean_square, "gpu": "bare", "fidelity": "exact"}

@@ -22,7 +22,7 @@ def planned(model, step, optimizer="adamw", *, vram=None, batch=BATCH, **options
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOOPS if name not in ("WGAN-GP", "shared trunk")])
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 def test_the_promise_of_a_plan_is_its_certificate(name):
     loop = LOOPS[name]
     model = loop.model()

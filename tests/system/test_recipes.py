@@ -76,6 +76,7 @@ def test_sizes_that_nothing_divides_keep_their_promise():
     assert plan.solver.promised_bytes == plan.solver.certified_bytes
 
 
+@pytest.mark.thorough
 def test_what_is_frozen_gets_no_gradients_and_keeps_no_activations_under_checkpoints():
     model, batch = seeded(roberta), tokens()
     for part in (model.roberta.embeddings, model.roberta.encoder.layer[0]):

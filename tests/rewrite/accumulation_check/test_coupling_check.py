@@ -147,6 +147,7 @@ def test_a_mean_that_no_function_tells_is_refused_where_all_samples_cost_alike(l
 
 @pytest.mark.parametrize(("parts", "decisions"), EACH_PRECISION)
 @pytest.mark.parametrize("loss_fn", [each_sample, noisy_mean, cancelled])
+@pytest.mark.thorough_after(3)
 def test_a_mean_over_samples_is_not_refused(loss_fn, parts, decisions, caplog):
     with caplog.at_level(logging.WARNING, "planner.rewrite"):
         step_of(loss_fn, *PARTS[parts], *decisions).step(padded())
@@ -264,6 +265,7 @@ def test_padding_is_what_is_commonest():
 
 
 @pytest.mark.parametrize(("size", "group"), [(2, 2), (4, 2), (6, 2), (6, 3), (8, 4), (8, 8)])
+@pytest.mark.thorough_after(3)
 def test_groups_that_stay_together_may_be_compared(size, group):
     def ranked(output, batch):
         """Compares samples within each group, such as pairs of a better and a worse answer."""
@@ -856,7 +858,7 @@ def test_a_slight_difference_is_logged(caplog):
         (8, 2, BF16),
     ],
 )
-@pytest.mark.thorough_after(3)
+@pytest.mark.thorough_after(2)
 def test_a_probe_takes_no_more_memory_than_a_step(size, count, decisions, monkeypatch):
     """Copies to the host are not counted: on the CPU they would be in the same memory."""
     monkeypatch.setattr(sampled_gradient_file, "_spread", lambda gradient, stride: gradient.sum().view(1))

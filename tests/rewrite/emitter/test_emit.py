@@ -330,7 +330,7 @@ def loss(output, batch):
 
 @pytest.mark.parametrize("form", ["{folder}/nets.py:{name}", "nets:{name}"])
 @pytest.mark.parametrize("name", ["make", "make_with_loss"])
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 def test_a_model_from_a_callable_is_made_by_the_same_callable(tmp_path, monkeypatch, form, name):
     (tmp_path / "nets.py").write_text(FACTORY)
     factory = imported(tmp_path / "nets.py")

@@ -246,6 +246,7 @@ def test_runs_survive_as_json():
         assert run_from_json(json.loads(json.dumps(dataclasses.asdict(run)))) == run
 
 
+@pytest.mark.thorough
 def test_a_live_model_cannot_be_built_in_another_process():
     plan = plan_with(work_of("convolutional"))
     with pytest.raises(MeasurementError, match="live model"):

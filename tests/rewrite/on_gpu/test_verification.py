@@ -137,6 +137,7 @@ def test_the_place_where_memory_ran_out_knows_its_phase(reference, cap_bytes, ph
     assert bool(found.place["module"]) is (phase == "forward")
 
 
+@pytest.mark.thorough
 def test_a_model_that_does_not_fit_the_card_is_reported(reference):
     found = COUNTED(planned(reference, None), ("--cap", "1000", "--find-op"))
     assert isinstance(found, RanOut) and found.step == 0 and found.place is None
@@ -193,6 +194,7 @@ def test_outcomes_survive_as_json():
         assert outcome_from_json(json.loads(json.dumps(outcome_to_json(outcome)))) == outcome
 
 
+@pytest.mark.thorough
 def test_the_error_of_a_failed_process_quotes_its_last_lines(reference):
     live = dataclasses.replace(planned(reference, None))
     live = dataclasses.replace(live, model=dataclasses.replace(live.model, reference=None))
@@ -200,6 +202,7 @@ def test_the_error_of_a_failed_process_quotes_its_last_lines(reference):
         verification(live, run=COUNTED)
 
 
+@pytest.mark.thorough
 def test_without_a_card_there_is_nothing_to_measure_on(reference):
     if torch.version.cuda is not None and torch.cuda.is_available():
         pytest.skip("there is a card")

@@ -332,6 +332,7 @@ def test_without_gradients_and_after_undo_the_forward_is_the_users():
 
 
 @pytest.mark.parametrize(("name", "card"), [("Perceptron", BARE), ("Convolutions", CARD), ("Attention", CARD)], ids=str)
+@pytest.mark.thorough_after(1)
 def test_the_curve_of_the_program_is_that_of_the_rewritten_step(name, card):
     build, batch_of = MODELS[name]
     work = workload(seeded(build), batch_of(), loss_fn=cross_entropy)

@@ -262,6 +262,7 @@ def test_it_is_chosen_where_gradients_are_what_is_too_much():
     assert without.shortfall.next_step.relax == "allow step-in-backward"
 
 
+@pytest.mark.thorough
 def test_it_is_not_offered_where_it_cannot_be(monkeypatch):
     model, batch = deep(), (torch.zeros(4, 64), torch.zeros(4, dtype=torch.long))
     options = {"loss_fn": cross_entropy, "gpu": "bare", "vram": 1 << 30}

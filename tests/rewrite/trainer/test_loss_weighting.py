@@ -209,6 +209,7 @@ def test_a_loss_function_that_divides_by_the_number_of_labels_is_left_to_it(tmp_
 
 
 @pytest.mark.parametrize("samples", [12, 7])
+@pytest.mark.thorough
 def test_spans_are_weighted_alike_where_micro_batches_are_of_one_size(samples, tmp_path):
     """Of 7 samples, the last is a batch of its own."""
     model = seeded(bert, "BertForQuestionAnswering")
