@@ -95,6 +95,8 @@ class Decision:
     """True if the model must not keep a cache of keys and values (`config.use_cache`)."""
     left_out_if_empty: ClassVar[tuple[str, ...]] = ()
     """Fields that JSON has only if they are not empty: fields that older versions did not have."""
+    replaces_code: ClassVar[bool] = False
+    """True if code of the model is replaced by other code that computes the same on plain tensors."""
     required_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that the rewritten step imports, beyond torch."""
 
@@ -147,6 +149,16 @@ class Decision:
     def cards(self) -> int:
         """Number of cards that train together."""
         return 1
+
+    @property
+    def divides_batch_by(self) -> int:
+        """Number of parts of the batch; cards that hold one copy of the model together may have the same samples."""
+        return 1
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """True if the planner lets FSDP2 gather the parameters, so that it chooses the dtype in which that happens."""
+        return False
 
     @property
     def divides_parameters_by(self) -> int:

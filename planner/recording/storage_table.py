@@ -164,5 +164,6 @@ class StorageTable:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a DTensor that this rank has; another tensor unchanged."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """Returns the part of a DTensor that this rank has, also if a collective still makes it; else the tensor itself."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    return tensor if type(tensor).__name__ != "AsyncCollectiveTensor" else tensor.elem  # type: ignore[attr-defined]

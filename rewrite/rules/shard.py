@@ -6,6 +6,8 @@
 - `DistributedDataParallel`: each card has the whole model, and gradients are averaged in backward. They lie in its
   buckets, but next to them if accelerate makes it.
 - `ZeroRedundancyOptimizer`: the same, but each card has the optimizer state of a part of the parameters.
+- A function of the user's own, `parallelize(model, mesh)`, by PyTorch's `parallelize_module`, `fully_shard` and others
+  (`own_parallelism`).
 
 `fully_shard` replaces the parameters of the model by shards (DTensors). An optimizer that was made before holds the old
 parameters; its groups get the new ones here.
@@ -26,6 +28,7 @@ from planner.plan_types.decisions import Shard, ShardedPrecision
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment, literal
 from planner.rewrite.loss_terms import loss_terms_of, terms_source
+from planner.rewrite.own_parallelism import parallelize_by_own_function
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
 from planner.rewrite.portable.loss_and_clipping import weighted
 from planner.rewrite.portable.loss_terms import share_of_rank
@@ -58,13 +61,19 @@ def shard(rewriting: Rewriting, decision: Shard) -> None:
     if any(hasattr(module, "_get_fsdp_state") for module in rewriting.model.modules()):
         raise DecisionError("the model is sharded already: apply a plan for several cards once, to a new model")
     rewriting.changes.append(Change(place="the model", intact=_refuse_to_undo, restore=lambda: None))
-    rewriting.rank_share = functools.partial(
-        share_of_rank,
-        batch_size=rewriting.batch_size,
-        loss_terms=loss_terms_of(rewriting),
-        not_by_sample=rewriting.not_by_sample,
-    )
-    if decision.way == "fsdp":
+    if "nccl" in torch.distributed.get_backend_config():
+        rewriting.device_type = "cuda"  # the model may be on the host: FSDP2 moves one unit after the other
+    if decision.divides_batch_by > 1:
+        rewriting.rank_share = functools.partial(
+            share_of_rank,
+            batch_size=rewriting.batch_size,
+            loss_terms=loss_terms_of(rewriting),
+            not_by_sample=rewriting.not_by_sample,
+            alike=decision.cards // decision.divides_batch_by,
+        )
+    if decision.way == "own":
+        parallelize_by_own_function(rewriting, decision)
+    elif decision.way == "fsdp":
         _fully_shard(rewriting, decision)
     else:
         _replicate(rewriting, decision)
@@ -82,9 +91,6 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     dimensions = ("replicate", "shard")[-len(decision.mesh) :]
-    if "nccl" in torch.distributed.get_backend_config():
-        # The model may be on the host: FSDP2 moves one unit after the other.
-        rewriting.device_type = "cuda"
     mesh = init_device_mesh(rewriting.device_type, decision.mesh, mesh_dim_names=dimensions)
     options: dict[str, Any] = {"mesh": mesh}
     if rewriting.sharded_precision is not None:
