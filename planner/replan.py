@@ -29,7 +29,7 @@ from planner.run_memory.batches import BatchShape
 from planner.whole_run.request import verify_planned_run
 from planner.workload.budget import Budget, card_and_budget
 from planner.workload.cards import resolve_card, with_allocator_options
-from planner.workload.loading import load_workload
+from planner.workload.loading import load_callable, load_workload
 from planner.workload.synthetic_batch import planned_masking
 from planner.workload.workload import Workload
 
@@ -57,7 +57,10 @@ def replan(
         TimeLimitError: the time was up before the plan was certified.
     """
     workload = load_planned(saved)
-    workload = dataclasses.replace(workload, sharding=with_roles(saved.decisions, Role.SHARDING))
+    sharding = with_roles(saved.decisions, Role.SHARDING)
+    function = next((name for decision in sharding if (name := getattr(decision, "function", ""))), None)
+    parallelize = None if function is None else load_callable(function, again=False)
+    workload = dataclasses.replace(workload, sharding=sharding, parallelize=parallelize)
     began = time.perf_counter()
     if vram is None:
         card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes

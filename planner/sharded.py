@@ -153,13 +153,13 @@ def _divided(
             "a training step of your own cannot be planned for several cards, because only your code says where "
             "gradients are added up: give the model and the batch without a step"
         )
-    parts = cards.count if cards.own is None else cards.own.divides_batch_by
-    if workload.batch_size % parts:
+    if workload.batch_size % cards.parts:
         raise WorkloadError(
-            f"a batch of {workload.batch_size} samples cannot be divided evenly among {parts} cards: give a "
-            f"batch size that is a multiple of {parts}, such as {-(-workload.batch_size // parts) * parts}"
+            f"a batch of {workload.batch_size} samples cannot be divided evenly among {cards.parts} cards: give a "
+            f"batch size that is a multiple of {cards.parts}, such as "
+            f"{-(-workload.batch_size // cards.parts) * cards.parts}"
         )
-    samples = workload.batch_size // parts
+    samples = workload.batch_size // cards.parts
     batch = resized(
         workload.batch, samples, device=None, present=workload.batch_size, not_by_sample=workload.not_by_sample
     )

@@ -106,7 +106,7 @@ def apply(
         scheduler: a learning-rate scheduler of the optimizer, or a function that takes the optimizer and returns a
             scheduler. It is stepped after each optimizer step, but not if the gradient scaler skipped that step.
         parallelize: `parallelize(model, mesh)`, if the plan was made with a function of yours that divides the model
-            among cards. The model is on the card of this process before, or the function moves it there.
+            among cards. It gets the model where it is; tensors that it leaves on the host are moved to the card.
         check: "first-step" compares the gradient of a few samples with that of the original model before the first
             update (`FirstStepCheck`), and checks recomputed values (`RecomputeCheck`) and micro-batches
             (`AccumulationCheck`) in later steps too. "off" makes none of these checks.
@@ -326,6 +326,7 @@ def apply_decisions(
             scheduler=None if scheduler is None else make_scheduler(scheduler, rewriting.optimizer),
             split=rewriting.split,
             rank_share=rewriting.rank_share,
+            is_divided=rewriting.parallelize is not None,
             backward=rewriting.backward,
             decisions=tuple(by_kind.values()),
             observers=_recompute_checks(rewriting),

@@ -20,8 +20,8 @@ def parallelize_by_own_function(rewriting: Rewriting, decision: Shard) -> None:
     """Call the user's function with the model and a mesh of the planned cards.
 
     Raises:
-        DecisionError: if there is no function, it returns another model, renames parameters, leaves some on the host,
-            or does not average the gradients of cards with different samples.
+        DecisionError: if there is no function, it raises an error, returns another model, renames parameters, or does
+            not average the gradients of cards with different samples.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -33,7 +33,14 @@ def parallelize_by_own_function(rewriting: Rewriting, decision: Shard) -> None:
     model = rewriting.model
     before = dict(model.named_parameters())
     mesh = init_device_mesh(rewriting.device_type, decision.mesh, mesh_dim_names=decision.dimensions)
-    returned = rewriting.parallelize(model, mesh)
+    try:
+        returned = rewriting.parallelize(model, mesh)
+    except Exception as error:  # the user's code
+        lines = str(error).strip().splitlines()
+        raise DecisionError(
+            f"your function raised {type(error).__name__} when it divided the model among cards: "
+            f"{lines[0] if lines else 'no message'}"
+        ) from error
     if returned is not None and returned is not model:
         if getattr(returned, "module", None) is not model:
             raise DecisionError(
@@ -47,12 +54,8 @@ def parallelize_by_own_function(rewriting: Rewriting, decision: Shard) -> None:
             f"your function renames or replaces parameters, such as '{renamed[0]}', so that a plan cannot name the "
             "modules: leave wrappers out, as for activation checkpointing, which the plan adds itself"
         )
-    for name, parameter in after.items():
-        if parameter.device.type != rewriting.device_type:
-            raise DecisionError(
-                f"after your function '{name}' is on {parameter.device.type}, not on {rewriting.device_type}: move the "
-                "model to the card before, or in the function"
-            )
+    if any(parameter.device.type != rewriting.device_type for parameter in after.values()):
+        model.to(rewriting.device_type)  # what the function has left on the host
     if rewriting.wrapper is None:
         _refuse_unaveraged(after, decision, mesh)
     rewriting.replace_in_optimizers({id(before[name]): after[name] for name in before})

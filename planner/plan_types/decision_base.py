@@ -95,8 +95,8 @@ class Decision:
     """True if the model must not keep a cache of keys and values (`config.use_cache`)."""
     left_out_if_empty: ClassVar[tuple[str, ...]] = ()
     """Fields that JSON has only if they are not empty: fields that older versions did not have."""
-    replaces_code: ClassVar[bool] = False
-    """True if code of the model is replaced by other code that computes the same on plain tensors."""
+    needs_plain_tensors: ClassVar[bool] = False
+    """True if the technique cannot be used where a forward computes with DTensors."""
     required_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that the rewritten step imports, beyond torch."""
 

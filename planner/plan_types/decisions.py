@@ -174,9 +174,7 @@ class Shard(Decision):
         if len(self.dimensions) != (len(self.mesh) if self.way == "own" else 0):
             raise DecisionError(f"shard has mesh={self.mesh!r} and names {self.dimensions!r} for its dimensions")
         most = {"own": len(self.mesh), "fsdp": 2}.get(self.way, 1)
-        if not 1 <= len(self.mesh) <= most or not all(
-            type(size) is int and size > 0 for size in self.mesh
-        ):
+        if not 1 <= len(self.mesh) <= most or not all(type(size) is int and size > 0 for size in self.mesh):
             raise DecisionError(
                 f"shard has mesh={self.mesh!r}: give the number of cards, or for fsdp (copies, cards for each copy)"
             )
@@ -234,8 +232,8 @@ class Shard(Decision):
             return "step-in-backward uses each gradient before those of the other cards are added to it"
         if other.eight_bit_state and self.way != "ddp":
             return "bitsandbytes' optimizers do not take sharded parameters"
-        if self.way == "own" and other.replaces_code:
-            return f"{other.kind} replaces code of the model that your function may divide among cards"
+        if self.way == "own" and other.needs_plain_tensors:
+            return f"{other.kind} does not take the DTensors into which your function may turn parameters"
         return None
 
     def describe(self) -> str:
@@ -335,7 +333,7 @@ class ChunkedLoss(Decision):
     kind: ClassVar[str] = "chunked-loss"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.LOSS
-    replaces_code: ClassVar[bool] = True
+    needs_plain_tensors: ClassVar[bool] = True
     module: str
     """The linear layer that makes the logits (lm_head)."""
     chunks: int

@@ -149,7 +149,7 @@ class Replay(Decision):
     former_kind: ClassVar[str | None] = "replay"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.RECOMPUTE
-    replaces_code: ClassVar[bool] = True
+    needs_plain_tensors: ClassVar[bool] = True
     modules: tuple[str, ...]
     """For each segment: the name of the module whose forward it is a part of. Segments of a module are adjacent."""
     stretches: tuple[tuple[int, int], ...]
@@ -219,6 +219,7 @@ class Offload(Decision):
     kind: ClassVar[str] = "offload"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.RECOMPUTE
+    needs_plain_tensors: ClassVar[bool] = True
     needs_host_memory: ClassVar[bool] = True
     modules: tuple[str, ...]
     inputs_of: tuple[str, ...]

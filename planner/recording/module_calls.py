@@ -100,7 +100,7 @@ class ModuleCalls:
             if not self._stack:
                 self._enters_model()
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            storages = [self._table.storage_of(tensor) for tensor in tensors]
+            storages = [self._table.storage_of(local_part(tensor)) for tensor in tensors]
             inputs = {storage for storage in storages if storage is not None}
             # If a tensor is passed twice, a second run gets two copies of it, and the module could see the difference.
             each_once = len(set(map(id, tensors))) == len(tensors)

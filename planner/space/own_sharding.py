@@ -1,7 +1,7 @@
 """A model that a function of the user's own divides among cards: tensor parallelism, FSDP2 with other units, or both.
 
-The function gets a mesh of cards with named dimensions. The batch is divided along the dimensions whose names begin with
-'dp' (`divides_batch`), and the cards along 'tp' have the same samples.
+The function gets a mesh of cards with named dimensions. The batch is divided along the dimensions whose names begin
+with 'dp' (`divides_batch`), and the cards along 'tp' have the same samples.
 """
 
 from __future__ import annotations
@@ -60,4 +60,7 @@ def reference_of(function: Callable) -> str:
     name, file = getattr(function, "__qualname__", ""), ""
     if inspect.isfunction(function) and name.isidentifier():
         file = inspect.getsourcefile(function) or ""
-    return f"{os.path.relpath(file)}:{name}" if file and os.path.isfile(file) else ""
+    if not file or not os.path.isfile(file):
+        return ""
+    near = os.path.relpath(file)
+    return f"{os.path.abspath(file) if near.startswith(os.pardir) else near}:{name}"

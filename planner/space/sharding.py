@@ -46,6 +46,11 @@ class Cards:
     link: str | None = None
     """Name of the link within a machine (`planner.profiles.links.known`); None for the fastest one of the card."""
 
+    @property
+    def parts(self) -> int:
+        """Number of parts into which the batch is divided."""
+        return self.count if self.own is None else self.own.divides_batch_by
+
     def __post_init__(self) -> None:
         if type(self.count) is not int or self.count < 2:
             raise WorkloadError(f"cards={self.count!r}: give the number of cards, at least 2, or leave it out for one")

@@ -21,8 +21,8 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 Parallelize = Callable[[Any, Any], Any]
 """The user's own function that divides a model among cards: `parallelize(model, mesh)`.
 
-`mesh` is a `torch.distributed.device_mesh.DeviceMesh` with named dimensions. The function changes the model in place, by
-`parallelize_module` or `fully_shard` for example, and may return it, or DistributedDataParallel that wraps it.
+`mesh` is a `torch.distributed.device_mesh.DeviceMesh` with named dimensions. The function changes the model in place,
+by `parallelize_module` or `fully_shard` for example, and may return it, or DistributedDataParallel that wraps it.
 """
 
 StepFn = Callable[[Any, Any, Any], Any]

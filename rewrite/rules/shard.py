@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Shard, ShardedPrecision
+from planner.plan_types.decisions import Shard, ShardedPrecision, divides_batch
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment, literal
 from planner.rewrite.loss_terms import loss_terms_of, terms_source
 from planner.rewrite.own_parallelism import parallelize_by_own_function
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
-from planner.rewrite.portable.loss_and_clipping import weighted
+from planner.rewrite.portable.loss_and_clipping import clip_divided_gradients, weighted
 from planner.rewrite.portable.loss_terms import share_of_rank
 from planner.rewrite.portable.rank_states import (
     copy_settings,
@@ -160,12 +160,14 @@ def fullest_rank(decision: Shard, optimizer: torch.optim.Optimizer) -> int:
 
 def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     """Return the code that does the same as `shard` in an emitted file, which torchrun starts on each card."""
+    if decision.way == "own":
+        return _own_source(plan, decision)
     terms = terms_source(plan)
     functions: list[Callable] = [share_of_rank, count_samples, map_tensors, weighted]
     receives = decision.way == "fsdp" and not decision.offload  # set_model_state_dict needs all tensors on one device
     if receives:
         functions += [receive_from_rank_0, refuse_other_model, attributes_of]
-    functions += [save_checkpoint, load_checkpoint, training_state, copy_settings]
+    functions += _CHECKPOINT
     imported = ["StateDictOptions", "get_state_dict", *(["set_model_state_dict"] if receives else []), "set_state_dict"]
     named = ", not_by_sample=NOT_BY_SAMPLE" if plan.workload.not_by_sample else ""
     common = dataclasses.replace(
@@ -229,6 +231,65 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     )
 
 
+def _own_source(plan: Plan, decision: Shard) -> EmittedCode:
+    """Return the code that calls the user's own function.
+
+    Raises:
+        DecisionError: if the function cannot be imported.
+    """
+    if not decision.function:
+        raise DecisionError(
+            "the function that divides the model cannot be imported by another file: write it with def in a Python "
+            "file, outside of other functions, or use rewrite.apply(plan, model, parallelize=...)"
+        )
+    is_file = decision.function.rpartition(":")[0].lower().endswith(".py")
+    state = "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict"
+    functions: list[Callable] = [clip_divided_gradients]
+    code = EmittedCode()
+    if decision.divides_batch_by > 1:
+        alike = decision.cards // decision.divides_batch_by
+        named = ", not_by_sample=NOT_BY_SAMPLE" if plan.workload.not_by_sample else ""
+        share = f"share_of_rank(batch, batch_size=BATCH_SIZE, loss_terms=loss_terms{named}, alike={alike})"
+        code = dataclasses.replace(terms_source(plan), share=share)
+        functions += [share_of_rank, count_samples, map_tensors, weighted]
+    return dataclasses.replace(
+        code,
+        imports=(
+            *code.imports,
+            *(["import importlib.util", "import pathlib", "import sys"] if is_file else ["import importlib"]),
+            "import torch.distributed.checkpoint",
+            state,
+            "from torch.distributed.device_mesh import init_device_mesh",
+        ),
+        functions=(*code.functions, *map(inspect.getsource, [*functions, *_CHECKPOINT])),
+        rewriting=(
+            f"mesh = init_device_mesh(device, {literal(decision.mesh)}, "
+            f"mesh_dim_names={literal(decision.dimensions)})\n",
+            "model = parallelize(model, mesh).to(device)\n",
+        ),
+        clipping=clip_divided_gradients.__name__,
+        loads=(("parallelize", decision.function),),
+        part=_part_of_batch(decision),
+        cards=decision.cards,
+        shards=True,
+    )
+
+
+def _part_of_batch(decision: Shard) -> str:
+    """Return an expression over `rank`: the number of the part of the batch of this process, from 0."""
+    text, stride = "", decision.cards
+    for name, size in zip(decision.dimensions, decision.mesh, strict=True):
+        stride //= size
+        if not divides_batch(name) or size == 1:
+            continue
+        own = f"rank // {stride}" if stride > 1 else "rank"
+        if stride * size < decision.cards:
+            own = f"{own} % {size}"
+        text = f"({text}) * {size} + {own}" if text else own
+    return text or "0"
+
+
+_CHECKPOINT: list[Callable] = [save_checkpoint, load_checkpoint, training_state, copy_settings]
 _UNITS = "# The parameters of each of these modules are gathered together, and those of all other modules, too."
 _TAIL = "# The parameters of these modules are gathered together, and stay gathered until backward."
 _SHARD_TAIL = "fully_shard([model.get_submodule(name) for name in TAIL], reshard_after_forward=False, **options)\n"
