@@ -17,8 +17,7 @@ from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.first_step_check import REPLACE_FORWARDS, FirstStepCheck
 from planner.rewrite.nondeterminism import nondeterministic_op
-from planner.rewrite.optimizers import SchedulerChoice, make_scheduler, refuse_closure
-from planner.rewrite.own_parallelism import refuse_mixed_lists
+from planner.rewrite.optimizers import SchedulerChoice, make_scheduler, refuse_closure, refuse_mixed_lists
 from planner.rewrite.own_step import OwnStep
 from planner.rewrite.recompute_observer import RecomputeObserver
 from planner.rewrite.rewriting import LossWeight, Rewriting

@@ -11,19 +11,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from planner.errors import WorkloadError
-from planner.plan_types.decisions import Shard, divides_batch
+from planner.plan_types.decisions import divides_batch
 
 TENSOR_PARALLEL = "tp"
 _NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
 """Names of the dimensions of a mesh that is given by its sizes, by the number of dimensions."""
 
 
-def own_sharding(count: int, mesh: Sequence[int] | Mapping[str, int] | None, function: str) -> Shard:
-    """Returns the decision that a function of the user's own divides the model among `count` cards.
+def named_mesh(count: int, mesh: Sequence[int] | Mapping[str, int] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Returns the names and the sizes of the dimensions of a mesh of `count` cards.
 
     Args:
-        mesh: sizes of the dimensions of the mesh, in order, by name or without names; None for one dimension 'tp'.
-        function: file and name of the function, 'parallel.py:parallelize'; '' if it cannot be imported.
+        mesh: sizes of the dimensions, in order, by name or without names; None for one dimension 'tp'.
 
     Raises:
         WorkloadError: the mesh has another number of cards, or a dimension of an unknown name.
@@ -49,7 +48,7 @@ def own_sharding(count: int, mesh: Sequence[int] | Mapping[str, int] | None, fun
                 "begin with 'dp' for cards with samples of their own; pipeline, context and expert parallelism are not "
                 "planned"
             )
-    return Shard(way="own", mesh=sizes, dimensions=names, function=function)
+    return names, sizes
 
 
 def reference_of(function: Callable) -> str:

@@ -14,7 +14,7 @@ from planner.plan_types.quantized import is_quantized
 from planner.plan_types.words import FEWEST
 from planner.profiles.links import CARDS_PER_NODE
 from planner.space import accelerate_units
-from planner.space.own_sharding import own_sharding
+from planner.space.own_sharding import named_mesh
 
 WAYS = ("ddp", "zero1", "zero2", "fsdp")
 """Names of the ways that users can choose from, from the one that divides least among the cards to that which divides
@@ -131,7 +131,8 @@ def several_cards(
                 "your function divides the model itself, so leave sharding, offload-shards and --for out, and give the "
                 "number of cards"
             )
-        own, mesh = own_sharding(int(count), mesh, parallelize), None
+        names, sizes = named_mesh(int(count), mesh)
+        own, mesh = Shard(way="own", mesh=sizes, dimensions=names, function=parallelize), None
     elif isinstance(mesh, Mapping):
         raise WorkloadError("names of the dimensions of a mesh are for a function of yours: give parallelize, too")
     return Cards(

@@ -35,8 +35,8 @@ class Workload:
 
     model: torch.nn.Module
     batch: Any
-    """The full batch of one optimizer step. Its tensors may be on any device: their shapes and dtypes are used, and the
-    values of integer and boolean tensors on the CPU where the step depends on them."""
+    """The full batch of one optimizer step, on any device: shapes and dtypes are used, and the values of integer and
+    boolean tensors on the CPU where the step depends on them."""
     loss_fn: LossFn | None
     optimizer: Optimizers
     """One optimizer. With `step`, also a dict or tuple of optimizers."""

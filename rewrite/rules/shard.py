@@ -7,7 +7,7 @@
   buckets, but next to them if accelerate makes it.
 - `ZeroRedundancyOptimizer`: the same, but each card has the optimizer state of a part of the parameters.
 - A function of the user's own, `parallelize(model, mesh)`, by PyTorch's `parallelize_module`, `fully_shard` and others
-  (`own_parallelism`).
+  (`_divide_by_own_function`).
 
 `fully_shard` replaces the parameters of the model by shards (DTensors). An optimizer that was made before holds the old
 parameters; its groups get the new ones here.
@@ -22,13 +22,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed.device_mesh
 
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Shard, ShardedPrecision, divides_batch
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment, literal
 from planner.rewrite.loss_terms import loss_terms_of, terms_source
-from planner.rewrite.own_parallelism import parallelize_by_own_function
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
 from planner.rewrite.portable.loss_and_clipping import clip_divided_gradients, weighted
 from planner.rewrite.portable.loss_terms import share_of_rank
@@ -72,7 +72,7 @@ def shard(rewriting: Rewriting, decision: Shard) -> None:
             alike=decision.cards // decision.divides_batch_by,
         )
     if decision.way == "own":
-        parallelize_by_own_function(rewriting, decision)
+        _divide_by_own_function(rewriting, decision)
     elif decision.way == "fsdp":
         _fully_shard(rewriting, decision)
     else:
@@ -115,6 +115,77 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
             ) from error
     after = dict(model.named_parameters())
     rewriting.replace_in_optimizers({id(before[name]): after[name] for name in before})
+
+
+def _divide_by_own_function(rewriting: Rewriting, decision: Shard) -> None:
+    """Call the user's function with the model and a `DeviceMesh` of the planned cards, whose dimensions have names.
+
+    What it sets up has to average the gradients of cards with different samples, as `fully_shard` and
+    DistributedDataParallel do.
+
+    Raises:
+        DecisionError: if there is no function, it raises an error, returns another model, renames parameters, or does
+            not average the gradients of cards with different samples.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if rewriting.parallelize is None:
+        where = f" ({decision.function})" if decision.function else ""
+        raise DecisionError(
+            f"the plan was made with a function that divides the model among cards{where}: pass it as parallelize=..."
+        )
+    model = rewriting.model
+    before = dict(model.named_parameters())
+    mesh = init_device_mesh(rewriting.device_type, decision.mesh, mesh_dim_names=decision.dimensions)
+    try:
+        returned = rewriting.parallelize(model, mesh)
+    except Exception as error:  # the user's code
+        lines = str(error).strip().splitlines()
+        raise DecisionError(
+            f"your function raised {type(error).__name__} when it divided the model among cards: "
+            f"{lines[0] if lines else 'no message'}"
+        ) from error
+    if returned is not None and returned is not model:
+        if getattr(returned, "module", None) is not model:
+            raise DecisionError(
+                f"your function returned another {type(returned).__name__}: change the model in place, and return it, "
+                "nothing, or DistributedDataParallel(model)"
+            )
+        rewriting.wrapper = returned
+    after = dict(model.named_parameters())
+    if renamed := sorted(set(before) ^ set(after)):
+        raise DecisionError(
+            f"your function renames or replaces parameters, such as '{renamed[0]}', so that a plan cannot name the "
+            "modules: leave wrappers out, as for activation checkpointing, which the plan adds itself"
+        )
+    if any(parameter.device.type != rewriting.device_type for parameter in after.values()):
+        model.to(rewriting.device_type)  # what the function has left on the host
+    if rewriting.wrapper is None:
+        _refuse_unaveraged(after, decision, mesh)
+    rewriting.replace_in_optimizers({id(before[name]): after[name] for name in before})
+
+
+def _refuse_unaveraged(
+    parameters: dict[str, torch.nn.Parameter], decision: Shard, mesh: torch.distributed.device_mesh.DeviceMesh
+) -> None:
+    """Refuse parameters that cards with different samples would train differently."""
+    names = [name for name in decision.dimensions if divides_batch(name) and mesh[name].size() > 1]
+    for path, parameter in parameters.items():
+        own = getattr(parameter, "device_mesh", None)
+        groups = [] if own is None else [_ranks(own, dimension) for dimension in range(own.ndim)]
+        for name in names:
+            different = _ranks(mesh, name)
+            if parameter.requires_grad and not any(different <= group for group in groups):
+                raise DecisionError(
+                    f"your function leaves '{path}' without an average of its gradients over '{name}', where cards "
+                    "have different samples: use fully_shard or DistributedDataParallel there, or a mesh without this "
+                    "dimension"
+                )
+
+
+def _ranks(mesh: torch.distributed.device_mesh.DeviceMesh, dimension: int | str) -> set[int]:
+    """Returns the ranks with which this one communicates along a dimension of a mesh."""
+    return set(torch.distributed.get_process_group_ranks(mesh.get_group(dimension)))
 
 
 def _replicate(rewriting: Rewriting, decision: Shard) -> None:
@@ -189,9 +260,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
                 "from torch.nn.parallel import DistributedDataParallel",
                 *(["from torch.distributed.optim import ZeroRedundancyOptimizer"] if decision.way == "zero1" else []),
             ),
-            rewriting=(
-                f"model = DistributedDataParallel(model, gradient_as_bucket_view={not decision.prepared_by})\n",
-            ),
+            wrapping=f"model = DistributedDataParallel(model, gradient_as_bucket_view={not decision.prepared_by})\n",
             optimizer_class="ZeroRedundancyOptimizer" if decision.way == "zero1" else "",
         )
     names = ("replicate", "shard")[-len(decision.mesh) :]
@@ -265,8 +334,10 @@ def _own_source(plan: Plan, decision: Shard) -> EmittedCode:
         rewriting=(
             f"mesh = init_device_mesh(device, {literal(decision.mesh)}, "
             f"mesh_dim_names={literal(decision.dimensions)})\n",
-            "model = parallelize(model, mesh).to(device)\n",
+            "parallel = parallelize(model, mesh)\n",
+            "model.to(device)  # what the function has left on the host\n",
         ),
+        wrapping="model = parallel\n",
         clipping=clip_divided_gradients.__name__,
         loads=(("parallelize", decision.function),),
         part=_part_of_batch(decision),

@@ -47,6 +47,20 @@ def sequence_parallel(model: torch.nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh["tp"], plan)
 
 
+def tensor_parallel_encoder(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Divides the matrices of attention and MLP of a BERT, which have biases."""
+    for block in model.bert.encoder.layer:
+        plan = {f"attention.self.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+        plan |= {"attention.output.dense": RowwiseParallel(), "output.dense": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], {**plan, "intermediate.dense": ColwiseParallel()})
+
+
+def pair(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    """Divides two linear layers of a `Sequential`, and shards what is left over the other dimensions."""
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"]) if mesh.ndim > 1 else model
+
+
 def _matrices(**layouts: object) -> dict[str, ColwiseParallel | RowwiseParallel]:
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
