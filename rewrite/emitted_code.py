@@ -26,7 +26,7 @@ class EmittedCode:
     rewriting: tuple[str, ...] = ()
     """Statements on `model`, in the body of `rewrite(model)`."""
     wrapping: str = ""
-    """Statement that puts a wrapper around `model`. It is the last one of `rewrite`, as modules have other paths then."""
+    """Statement that puts a wrapper around `model`, whose modules have other paths then: the last one of `rewrite`."""
     is_watched: bool = False
     """True if the file has a `RECOMPUTE_CHECK`. The training step then calls it at its start and before the update."""
     autocast: str = ""

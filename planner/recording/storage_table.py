@@ -165,5 +165,5 @@ class StorageTable:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the part of a DTensor that this rank has, also if a collective still makes it; else the tensor itself."""
-    tensor = getattr(tensor, "_local_tensor", tensor)
-    return tensor if type(tensor).__name__ != "AsyncCollectiveTensor" else tensor.elem  # type: ignore[attr-defined]
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.elem if type(local).__name__ == "AsyncCollectiveTensor" else local

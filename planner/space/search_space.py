@@ -339,9 +339,9 @@ def _recompute(workload: Workload, constraints: Constraints, notes: list[str]) -
     allowed = tuple(kind for kind in kinds if constraints.allow(kind))
     forced = tuple(kind for kind in allowed if constraints.force(kind))
     if len(forced) > 1:
-        names = " and ".join(kind.kind for kind in forced)
+        both = " and ".join(kind.kind for kind in forced)
         raise DecisionError(
-            f"{names} are forced, but only one technique that frees saved tensors can be forced: force one of them"
+            f"{both} are forced, but only one technique that frees saved tensors can be forced: force one of them"
         )
     return forced or allowed
 

@@ -50,8 +50,7 @@ class Workload:
     gradients_alive: bool = False
     """True if the user's loop accumulates gradients over several batches, so that gradients exist before the step."""
     gradient_names: tuple[str, ...] | None = None
-    """With `gradients_alive`: names of the parameters whose gradients exist before the step; None until a rehearsal has
-    found them."""
+    """With `gradients_alive`: names of the parameters with such gradients; None until a rehearsal has found them."""
     not_by_sample: tuple[str, ...] = ()
     """Paths of the tensors of the batch that are the same for all samples."""
     dtype: str | None = None

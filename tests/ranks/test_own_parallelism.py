@@ -7,6 +7,8 @@ import torch
 
 from planner.plan_types.decisions import Accumulation, OptimizerKernel, Shard
 from planner.plan_types.recompute_decisions import Checkpoint
+from planner.rewrite import emit
+from tests.ranks.test_rank_emitted_main import assert_same_bits, run_main
 from tests.ranks.test_rank_parity import (
     LLAMA,
     MODELS,
@@ -17,6 +19,7 @@ from tests.ranks.test_rank_parity import (
     summed,
 )
 from tests.support import own_parallelism as own
+from tests.support.training import imported, plan_for
 from tests.support.truth import with_loss
 
 pytestmark = pytest.mark.slow
@@ -70,6 +73,46 @@ def test_a_sum_is_added_up_over_the_parts_of_the_batch_and_not_over_cards_with_t
 
     parts = training(build, own.pair, dp=2, tp=2, loss_weight=lambda batch: 1, optimizer=gradient_descent)
     assert_trains_as_one_card(parts)
+
+
+FILE = """\
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+class Pair(torch.nn.Sequential):
+    pass
+
+def build():
+    torch.manual_seed(3)
+    layers = torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16)
+    return Pair(*layers), (torch.randn(4, 16), torch.randn(4, 16)), loss_fn
+
+def loss_fn(output, batch):
+    return (output - batch[1]).pow(2).mean()
+
+def parallelize(model, mesh):
+    assert isinstance(model, Pair)  # the class of the model that the file has built
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+"""
+
+
+@pytest.mark.thorough
+def test_an_emitted_file_calls_the_function_and_resumes(tmp_path):
+    (tmp_path / "net.py").write_text(FILE)
+    model, batch, loss_fn = imported(tmp_path / "net.py").build()
+    where = f"{tmp_path / 'net.py'}:parallelize"
+    shard = Shard(way="own", mesh=(2, 2), dimensions=("dp", "tp"), function=where)
+    decisions = shard, Checkpoint(modules=("1",))
+    plan = plan_for(model, batch, *decisions, loss_fn=loss_fn, reference=f"{tmp_path / 'net.py'}:build")
+    path, clipped = tmp_path / "train.py", ("--max-grad-norm", 0.5)
+    emit(plan, path)
+    whole = run_main(path, 4, "--steps", 4, "--checkpoint", tmp_path / "whole", *clipped)
+    first = run_main(path, 4, "--steps", 2, "--checkpoint", tmp_path / "first", *clipped)
+    then = run_main(path, 4, "--steps", 2, "--resume", tmp_path / "first", "--checkpoint", tmp_path / "then", *clipped)
+    assert whole[0] == first[0] + then[0] and whole[0].count("\n") == 4 and whole[1] == ""
+    assert_same_bits(tmp_path / "then", tmp_path / "whole")
 
 
 @pytest.mark.thorough
