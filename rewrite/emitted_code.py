@@ -25,8 +25,8 @@ class EmittedCode:
     """Sources of functions that are default values of parameters of the step, and so are defined before it."""
     rewriting: tuple[str, ...] = ()
     """Statements on `model`, in the body of `rewrite(model)`."""
-    wrapping: str = ""
-    """Statement that puts a wrapper around `model`, whose modules have other paths then: the last one of `rewrite`."""
+    wrapped: str = ""
+    """Expression for a wrapper of `model`, whose modules have other paths; empty without one. `rewrite` returns it."""
     is_watched: bool = False
     """True if the file has a `RECOMPUTE_CHECK`. The training step then calls it at its start and before the update."""
     autocast: str = ""

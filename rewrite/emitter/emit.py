@@ -205,8 +205,8 @@ def _rewrite(plan: Plan, fragments: list[EmittedCode]) -> str:
     statements = "".join(text for fragment in fragments for text in fragment.rewriting)
     if turns_cache_off(plan):
         statements += _CACHE_OFF
-    statements += "".join(fragment.wrapping for fragment in fragments)
-    return f"{signature}{doc}{textwrap.indent(statements, '    ')}    return model\n"
+    returned = next((fragment.wrapped for fragment in fragments if fragment.wrapped), "model")
+    return f"{signature}{doc}{textwrap.indent(statements, '    ')}    return {returned}\n"
 
 
 _REWRITE_DOC = (

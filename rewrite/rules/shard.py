@@ -260,7 +260,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
                 "from torch.nn.parallel import DistributedDataParallel",
                 *(["from torch.distributed.optim import ZeroRedundancyOptimizer"] if decision.way == "zero1" else []),
             ),
-            wrapping=f"model = DistributedDataParallel(model, gradient_as_bucket_view={not decision.prepared_by})\n",
+            wrapped=f"DistributedDataParallel(model, gradient_as_bucket_view={not decision.prepared_by})",
             optimizer_class="ZeroRedundancyOptimizer" if decision.way == "zero1" else "",
         )
     names = ("replicate", "shard")[-len(decision.mesh) :]
@@ -337,7 +337,7 @@ def _own_source(plan: Plan, decision: Shard) -> EmittedCode:
             "parallel = parallelize(model, mesh)\n",
             "model.to(device)  # what the function has left on the host\n",
         ),
-        wrapping="model = parallel\n",
+        wrapped="parallel",
         clipping=clip_divided_gradients.__name__,
         loads=(("parallelize", decision.function),),
         part=_part_of_batch(decision),
