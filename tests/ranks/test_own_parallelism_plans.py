@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import planner
 from planner import rewrite
@@ -17,6 +18,7 @@ from planner.plan_types.techniques import decision_from_json
 from planner.rewrite.rules.shard import shard_source
 from planner.space.own_sharding import named_mesh, reference_of
 from planner.space.sharding import several_cards
+from planner.virtual_gpu.forked_process import run_in_child
 from tests.ranks.test_rank_plans import batch, llama
 from tests.support import own_parallelism as own
 from tests.support.training import plan_for, tokens
@@ -204,5 +206,12 @@ def test_a_function_that_cannot_be_imported_is_not_emitted():
 def test_a_plan_is_not_applied_without_the_function():
     shard = Shard(way="own", mesh=(2,), dimensions=("tp",), function="a.py:b")
     plan = plan_for(llama(1), tokens(2), shard)
-    with pytest.raises(DecisionError, match="the plan is for 2 cards, and 1 processes train"):
-        rewrite.apply(plan, llama(1), parallelize=own.tensor_parallel)
+
+    def apply() -> None:
+        torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        rewrite.apply(plan, llama(1))
+
+    with pytest.raises(
+        DecisionError, match=r"a function that divides the model among cards \(a.py:b\): pass it as par"
+    ):
+        run_in_child(apply)
