@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from planner.progress import Progress, Report
     from planner.snapshot.explain import explain
     from planner.whole_run.request import Between
-    from planner.workload.call_convention import LossFn, StepFn
+    from planner.workload.call_convention import LossFn, Parallelize, StepFn
     from planner.workload.optimizer_choice import OptimizerChoice
 
 __all__ = ["Footprint", "Plan", "Progress", "Tradeoff", "explain", "plan", "record", "to_networkx", "tradeoff"]
@@ -75,7 +75,8 @@ def plan(
     eval_batch_size: int | None = None,
     between: Between = (),
     cards: int | Fewest | None = None,
-    mesh: tuple[int, int] | None = None,
+    mesh: tuple[int, ...] | Mapping[str, int] | None = None,
+    parallelize: Parallelize | None = None,
     sharding: Sharding | None = None,
     link: str | None = None,
     time_limit: str | float | None = None,
@@ -132,7 +133,12 @@ def plan(
         cards: number of cards that train the model together, each with its part of `batch`; None for one. `vram` is
             then the budget of each card. "fewest" finds the smallest number of cards with which a plan fits.
         mesh: with `cards`: the number of copies of the model, and of the cards that hold one copy together (hybrid
-            sharding); None to shard it over all cards.
+            sharding); None to shard it over all cards. With `parallelize`: the sizes of the dimensions of the mesh,
+            such as {"dp": 2, "tp": 4}; (2, 4) means the same, and None one dimension "tp".
+        parallelize: with `cards`: your own function that divides the model among them, called as
+            `parallelize(model, mesh)` with a `DeviceMesh`. It may use `parallelize_module`, `fully_shard` and
+            DistributedDataParallel. Dimensions whose names begin with "dp" divide the batch. If None, the planner
+            divides the model.
         sharding: with `cards`: "ddp" (a copy on each card), "zero1" (the same, with divided optimizer state), "fsdp"
             (FSDP2: parameters, gradients and state are divided) or "zero2" (FSDP2 whose parameters stay gathered
             between forward and backward); None to choose the fastest one that fits.
@@ -154,6 +160,7 @@ def plan(
     """
     from planner.ask import LiveWorkload, Question, ask
     from planner.plan_types.constraints import parse_constraints
+    from planner.space.own_sharding import reference_of
     from planner.space.sharding import several_cards
     from planner.whole_run.request import RunRequest
 
@@ -170,9 +177,11 @@ def plan(
         by_sample=by_sample,
         values=values or {},
         worst_case=worst_case,
+        parallelize=parallelize,
     )
     run = RunRequest(eval_batch_size=eval_batch_size, between=between)
-    together = several_cards(cards, mesh=mesh, way=sharding, link=link)
+    reference = None if parallelize is None else reference_of(parallelize)
+    together = several_cards(cards, mesh=mesh, parallelize=reference, way=sharding, link=link)
     question = Question(
         work=work, gpu=gpu, vram=vram, constraints=constraints, alloc_conf=alloc_conf, run=run, cards=together
     )

@@ -43,6 +43,7 @@ class LiveWorkload:
     by_sample: Sequence[str] | None = None
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
     worst_case: bool = True
+    parallelize: Any = None
 
     def resolve(self, card: DeviceProfile, watch: Watch) -> Workload:
         """Returns the workload. From a source of batches, takes the batch whose step needs the most memory."""
@@ -61,7 +62,8 @@ class LiveWorkload:
             )
             for batch in batches
         ]
-        return dataclasses.replace(pipeline.largest_step(workloads, card, watch), stream=stream)
+        largest = pipeline.largest_step(workloads, card, watch)
+        return dataclasses.replace(largest, stream=stream, parallelize=self.parallelize)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

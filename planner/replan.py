@@ -30,7 +30,7 @@ from planner.run_memory.batches import BatchShape
 from planner.whole_run.request import verify_planned_run
 from planner.workload.budget import Budget, card_and_budget
 from planner.workload.cards import resolve_card, with_allocator_options
-from planner.workload.loading import load_workload
+from planner.workload.loading import load_callable, load_workload
 from planner.workload.synthetic_batch import planned_masking
 from planner.workload.workload import Workload
 
@@ -166,4 +166,8 @@ def load_planned(saved: Plan, shape: BatchShape | None = None) -> Workload:
             f"{workload.batch_size} samples; make the plan again"
         )
     sharding = with_roles(saved.decisions, Role.SHARDING)
-    return dataclasses.replace(workload, not_by_sample=saved.workload.not_by_sample, sharding=sharding)
+    function = next((name for decision in sharding if (name := decision.dividing_function)), None)
+    parallelize = None if function is None else load_callable(function, again=False)
+    return dataclasses.replace(
+        workload, not_by_sample=saved.workload.not_by_sample, sharding=sharding, parallelize=parallelize
+    )

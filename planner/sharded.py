@@ -189,13 +189,13 @@ def _divided(
             "a training step of your own cannot be planned for several cards, because only your code says where "
             "gradients are added up: give the model and the batch without a step"
         )
-    if workload.batch_size % cards.count:
+    if workload.batch_size % cards.parts:
         raise WorkloadError(
-            f"a batch of {workload.batch_size} samples cannot be divided evenly among {cards.count} cards: give a "
-            f"batch size that is a multiple of {cards.count}, such as "
-            f"{-(-workload.batch_size // cards.count) * cards.count}"
+            f"a batch of {workload.batch_size} samples cannot be divided evenly among {cards.parts} cards: give a "
+            f"batch size that is a multiple of {cards.parts}, such as "
+            f"{-(-workload.batch_size // cards.parts) * cards.parts}"
         )
-    samples = workload.batch_size // cards.count
+    samples = workload.batch_size // cards.parts
     batch = resized(
         workload.batch, samples, device=None, present=workload.batch_size, not_by_sample=workload.not_by_sample
     )

@@ -9,15 +9,15 @@ from typing import Any, Literal, final
 
 import torch
 
-from planner.errors import DecisionError, PlanFileError, WorkloadError
+from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decision_base import Decision, Role, conflict, has_role, micro_batch_size_of, micro_batches_of
-from planner.plan_types.fingerprint import fingerprint
+from planner.plan_types.fingerprint import refuse_another_model
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.first_step_check import REPLACE_FORWARDS, FirstStepCheck
 from planner.rewrite.nondeterminism import nondeterministic_op
-from planner.rewrite.optimizers import SchedulerChoice, make_scheduler, refuse_closure
+from planner.rewrite.optimizers import SchedulerChoice, make_scheduler, refuse_closure, refuse_mixed_lists
 from planner.rewrite.own_step import OwnStep
 from planner.rewrite.recompute_observer import RecomputeObserver
 from planner.rewrite.rewriting import LossWeight, Rewriting
@@ -25,7 +25,7 @@ from planner.rewrite.rules import RULES
 from planner.rewrite.rules.allocator import set_options
 from planner.rewrite.step import TrainingStep
 from planner.rewrite.step_observer import StepObserver
-from planner.workload.call_convention import Calling, LossFn, StepFn, loss_of
+from planner.workload.call_convention import Calling, LossFn, Parallelize, StepFn, loss_of
 from planner.workload.optimizer_choice import OPTIMIZERS, Optimizers, arranged
 from planner.workload.own_step import as_module
 
@@ -79,6 +79,7 @@ def apply(
     max_grad_norm: float | None = None,
     loss_weight: LossWeight | None = None,
     scheduler: SchedulerChoice | None = None,
+    parallelize: Parallelize | None = None,
     check: Literal["first-step", "off"] = "first-step",
 ) -> Rewritten:
     """Rewrite `model` in place as the plan says.
@@ -103,6 +104,8 @@ def apply(
             it is None, the first step checks the weights that it computes itself (`AccumulationCheck`).
         scheduler: a learning-rate scheduler of the optimizer, or a function that takes the optimizer and returns a
             scheduler. It is stepped after each optimizer step, but not if the gradient scaler skipped that step.
+        parallelize: `parallelize(model, mesh)`, if the plan was made with a function of yours that divides the model
+            among cards. It gets the model where it is; tensors that it leaves on the host are moved to the card.
         check: "first-step" compares the gradient of a few samples with that of the original model before the first
             update (`FirstStepCheck`), and checks recomputed values (`RecomputeCheck`) and micro-batches
             (`AccumulationCheck`) in later steps too. "off" makes none of these checks.
@@ -140,6 +143,7 @@ def apply(
         scheduler=scheduler,
         step=step,
         not_by_sample=plan.workload.not_by_sample,
+        parallelize=parallelize,
     )
     is_sharded = has_role(plan.decisions, Role.SHARDING)
     if isinstance(rewritten.step, TrainingStep) and not is_sharded:
@@ -274,6 +278,7 @@ def apply_decisions(
     loss_weight: LossWeight | None = None,
     scheduler: SchedulerChoice | None = None,
     not_by_sample: tuple[str, ...] = (),
+    parallelize: Parallelize | None = None,
 ) -> Rewritten:
     """Rewrite `model` in place by these decisions. Without decisions, the step of the result is the baseline.
 
@@ -294,9 +299,12 @@ def apply_decisions(
         loss_fn=loss_fn,
         loss_weight=loss_weight,
         not_by_sample=not_by_sample,
+        parallelize=parallelize,
     )
     try:
         change_by_rules(rewriting, by_kind)
+        if rewriting.parallelize is not None:
+            refuse_mixed_lists(model, rewriting.optimizers.values())
         if step is not None:
             own = arranged(optimizer, rewriting.optimizers)
             observers = _recompute_checks(rewriting)
@@ -317,6 +325,7 @@ def apply_decisions(
             scheduler=None if scheduler is None else make_scheduler(scheduler, rewriting.optimizer),
             split=rewriting.split,
             rank_share=rewriting.rank_share,
+            is_divided=rewriting.parallelize is not None,
             backward=rewriting.backward,
             decisions=tuple(by_kind.values()),
             observers=_recompute_checks(rewriting),
@@ -356,45 +365,3 @@ def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Deci
             )
         by_kind[kind] = decision
     return by_kind
-
-
-def refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
-    """Raise `PlanFileError` unless the plan was made for this model. The message says what differs.
-
-    A warning is given if only the scale of the adapters (`lora_alpha`) differs, which takes no memory.
-    """
-    program = plan.model.program
-    is_checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if program is not None and program.gradient_checkpointing and not is_checkpointed:
-        raise PlanFileError(
-            f"the plan was made for {program.name} with gradient checkpointing, which this model does not have: train "
-            "by the config that --emit config.yaml writes"
-        )
-    if fingerprint(model) == plan.model.fingerprint:
-        _warn_of_another_scale(plan, model)
-        return
-    name = type(model).__name__
-    parameters = sum(p.numel() for p in model.parameters())
-    if name != plan.model.name:
-        difference = f"it is a {name}, the plan is for a {plan.model.name}"
-    elif parameters != plan.model.parameters:
-        difference = f"it has {parameters:,} parameters, the planned {name} has {plan.model.parameters:,}"
-    else:
-        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
-        difference = f"a name, shape or dtype of a parameter or buffer differs (its parameters are {', '.join(dtypes)})"
-    raise PlanFileError(f"the plan was made for another model: {difference}; make the plan again for this model")
-
-
-def _warn_of_another_scale(plan: Plan, model: torch.nn.Module) -> None:
-    """Warn if the user's adapters have another `lora_alpha` than the planned ones."""
-    adapter = plan.model.adapter
-    if adapter is None or adapter.folder:
-        return
-    planned = adapter.lora_options(plan.model.name)["lora_alpha"]
-    for config in getattr(model, "peft_config", {}).values():
-        if (given := getattr(config, "lora_alpha", planned)) != planned:
-            warnings.warn(
-                f"the adapters of the model have lora_alpha={given}, and those of the plan lora_alpha={planned}: "
-                "memory and step time are as planned, but the adapters are scaled differently",
-                stacklevel=4,
-            )

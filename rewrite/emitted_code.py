@@ -25,6 +25,8 @@ class EmittedCode:
     """Sources of functions that are default values of parameters of the step, and so are defined before it."""
     rewriting: tuple[str, ...] = ()
     """Statements on `model`, in the body of `rewrite(model)`."""
+    wrapped: str = ""
+    """Expression for a wrapper of `model`, whose modules have other paths; empty without one. `rewrite` returns it."""
     is_watched: bool = False
     """True if the file has a `RECOMPUTE_CHECK`. The training step then calls it at its start and before the update."""
     autocast: str = ""
@@ -47,6 +49,12 @@ class EmittedCode:
     """True if `rewrite` divides the model among the processes, and moves its part to the device."""
     receives: bool = False
     """True if only rank 0 has to build the model with its weights, and `receive_from_rank_0` sends them."""
+    part: str = "rank"
+    """Expression over `rank`: the number of the part of the batch that a process gets."""
+    loads: tuple[tuple[str, str], ...] = ()
+    """Functions of the user's own that the file calls: the name there, and file and name of the function."""
+    clipping: str = ""
+    """Function that clips the gradients; empty for PyTorch's own."""
     communicates_on_host: bool = False
     """True if collectives also run on tensors in host memory, such as the norms of offloaded gradients."""
     options: tuple[str, ...] = ()

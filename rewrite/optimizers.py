@@ -78,6 +78,40 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def refuse_mixed_lists(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that updates lists of parameters in which some are DTensors and some are not.
+
+    PyTorch's foreach and fused implementations raise an error for such lists (torch 2.11 to 2.13).
+
+    Raises:
+        DecisionError: the message names a parameter of each kind.
+    """
+    from torch.distributed.tensor import DTensor
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+            divided = next((p for p in trained if isinstance(p, DTensor)), None)
+            plain = next((p for p in trained if not isinstance(p, DTensor)), None)
+            if divided is None or plain is None or not _uses_lists(group, plain.device.type):
+                continue
+            kind = type(optimizer).__name__
+            raise DecisionError(
+                f"PyTorch's {kind} cannot update plain tensors and DTensors together, and '{names.get(id(plain))}' is "
+                f"a plain tensor, '{names.get(id(divided))}' a DTensor: give an optimizer that loops over parameters "
+                f"(optimizer=lambda parameters: {kind}(parameters, foreach=False)), or let your function turn all "
+                "parameters into DTensors, as fully_shard and SequenceParallel do"
+            )
+
+
+def _uses_lists(group: dict, device_type: str) -> bool:
+    """True if the optimizer updates the parameters of a group by foreach or fused kernels, as it does on a card."""
+    if group.get("fused") or group.get("foreach"):
+        return True
+    return group.get("foreach", False) is None and device_type != "cpu"
+
+
 def make_scheduler(choice: SchedulerChoice, optimizer: torch.optim.Optimizer) -> LRScheduler:
     """Returns the scheduler of this optimizer. A scheduler object is returned unchanged.
 

@@ -344,6 +344,7 @@ def _rewriter(workload: Workload, decisions: Sequence[Decision]) -> Callable[[to
             loss_fn=workload.loss_fn,
             step=workload.step,
             not_by_sample=workload.not_by_sample,
+            parallelize=workload.parallelize,
         )
         rewritten.step.observers = ()  # they compare values, and virtual tensors have none
         return rewritten

@@ -14,7 +14,7 @@ from planner.errors import DecisionError
 from planner.rewrite.optimizers import make_optimizers
 from planner.rewrite.portable.module_forward import forward_function
 from planner.rewrite.portable.recompute_check import RecomputeCheck
-from planner.workload.call_convention import Calling, LossFn
+from planner.workload.call_convention import Calling, LossFn, Parallelize
 from planner.workload.optimizer_choice import Optimizers, by_name
 
 LossWeight = Callable[[Any], torch.Tensor | float]
@@ -41,6 +41,7 @@ class Rewriting:
 
     Attributes:
         not_by_sample: paths of the tensors of a batch that are the same for all samples.
+        parallelize: the user's own function that divides the model among cards; None if there is none.
         device_type: type of the device on which the step computes.
         autocast_dtype: lower precision of forward and loss; None without autocast.
         sharded_precision: FSDP2's policy for mixed precision; None if parameters are gathered in their own dtype.
@@ -69,6 +70,7 @@ class Rewriting:
         loss_fn: LossFn | None,
         loss_weight: LossWeight | None,
         not_by_sample: tuple[str, ...] = (),
+        parallelize: Parallelize | None = None,
     ) -> None:
         self.model = model
         self.calling = calling
@@ -76,6 +78,7 @@ class Rewriting:
         self.loss_fn = loss_fn
         self.loss_weight = loss_weight
         self.not_by_sample = not_by_sample
+        self.parallelize = parallelize
         self.autocast_dtype: torch.dtype | None = None
         self.sharded_precision: Any = None
         self.scaler: torch.amp.GradScaler | None = None

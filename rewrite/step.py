@@ -13,7 +13,7 @@ from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import Decision
 from planner.rewrite import step_state
 from planner.rewrite.portable.batch_slicing import marking_last
-from planner.rewrite.portable.loss_and_clipping import clip_gradients, weighted
+from planner.rewrite.portable.loss_and_clipping import clip_divided_gradients, clip_gradients, weighted
 from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import Calling, LossFn, loss_of
 from planner.workload.torch_optimizers import several_processes, why_not_dense, why_not_sparse
@@ -43,6 +43,7 @@ class TrainingStep:
         split: splits a batch into micro-batches; None to train on the whole batch at once.
         rank_share: returns the factor of this rank's loss for a batch; None for one process. The mean over the ranks of
             the loss that is returned is then the loss of the batches of all of them.
+        is_divided: True if some parameters may be DTensors of different meshes, and others plain tensors.
         backward: returns the context of a backward that updates the parameters itself; None if the optimizer steps
             after backward.
         decisions: the plan's decisions, which are saved in `state_dict`.
@@ -63,6 +64,7 @@ class TrainingStep:
         scheduler: LRScheduler | None = None,
         split: BatchSplitter | None = None,
         rank_share: Callable[[Any], torch.Tensor] | None = None,
+        is_divided: bool = False,
         backward: Callable[[], contextlib.AbstractContextManager] | None = None,
         decisions: Sequence[Decision] = (),
         observers: tuple[StepObserver, ...] = (),
@@ -79,6 +81,7 @@ class TrainingStep:
         self.observers = observers
         self._split = split
         self._rank_share = rank_share
+        self._is_divided = is_divided
         self._backward = backward
         self._decisions = tuple(decisions)
         self._closed = False
@@ -182,7 +185,7 @@ class TrainingStep:
         if self.max_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            clip_gradients(self.module, self.max_grad_norm)
+            (clip_divided_gradients if self._is_divided else clip_gradients)(self.module, self.max_grad_norm)
         has_stepped = True
         if self.scaler is not None:
             scale = None if self.scheduler is None else self.scaler.get_scale()

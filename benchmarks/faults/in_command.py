@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault(
         name="another-scale-of-adapters",
-        path="rewrite/application.py",
+        path="planner/plan_types/fingerprint.py",
         old="        _warn_of_another_scale(plan, model)\n",
         new="",
         tests=("tests/workload/test_adapters.py::test_adapters_are_trained_if_nothing_else_fits",),

@@ -34,15 +34,15 @@ from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import read_shapes
 from planner.workload.budget import Budget, card_and_budget
 from planner.workload.cards import resolve_card, with_allocator_options
-from planner.workload.loading import load_workload
+from planner.workload.loading import load_callable, load_workload
 from planner.workload.programs import PROGRAMS
 from planner.workload.workload import Workload
 
 _FIXED_BY_A_PLAN = (
     "batch_size seq_len dtype lora qlora dora optimizer fidelity force forbid only max_slowdown gradients_alive "
     "by_sample arguments input_shapes value batch_values tradeoff largest_batch smallest_card lengths "
-    "pad_to_multiple_of eval_batch_size eval_samples between cards sharding mesh cards_per_node link "
-    "offload_shards".split()
+    "pad_to_multiple_of eval_batch_size eval_samples between cards sharding mesh parallelize "
+    "cards_per_node link offload_shards".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
 _TRAINER_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -108,7 +108,9 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         if options.batch_size is None and workload.batch_size == 1:  # the default of a transformers model
             if cards.fewest:
                 raise WorkloadError("--cards fewest divides one batch among the cards: give its size with --batch-size")
-            workload = load(batch_size=cards.count, seq_len=options.seq_len)
+            workload = load(batch_size=cards.parts, seq_len=options.seq_len)
+        if options.parallelize is not None:
+            workload = dataclasses.replace(workload, parallelize=load_callable(options.parallelize, again=False))
         return plan_on_cards(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     if options.largest_batch:
         assert vram_bytes is not None, "checked with the options"
@@ -155,6 +157,7 @@ def _cards(options: argparse.Namespace, checkpoints: bool | None) -> Cards | Non
     return several_cards(
         options.cards,
         mesh=options.mesh,
+        parallelize=options.parallelize,
         way=options.sharding,
         offload=options.offload_shards,
         per_node=options.cards_per_node,

@@ -181,7 +181,7 @@ _QUESTIONS = {
 """For each option of the group 'questions': the options that cannot be combined with it, each with the reason."""
 _BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
 """Options that work only together with a question, and that question."""
-_OF_CARDS = ("sharding", "mesh", "cards_per_node", "link", "offload_shards")
+_OF_CARDS = ("sharding", "mesh", "parallelize", "cards_per_node", "link", "offload_shards")
 """Options that describe several cards."""
 _NEEDS = {"pad_to_multiple_of": "lengths", "eval_samples": "eval_batch_size", **dict.fromkeys(_OF_CARDS, "cards")}
 """Options that work only together with another option that is not a question, and that other option."""

@@ -69,7 +69,14 @@ def add_cards(group: argparse._ArgumentGroup) -> None:
         "--mesh",
         type=_mesh,
         metavar="CxN",
-        help="with --cards: C copies of the model, each sharded over N cards, such as 2x4 (default: one copy)",
+        help="with --cards: C copies of the model, each sharded over N cards, such as 2x4 (default: one copy); with "
+        "--parallelize: the sizes of the dimensions of your mesh, such as dp=2,tp=4",
+    )
+    group.add_argument(
+        "--parallelize",
+        metavar="FILE.py:FUNCTION",
+        help="with --cards: your own function(model, mesh), which divides the model among the cards (tensor "
+        "parallelism, FSDP2 or both)",
     )
     group.add_argument(
         "--cards-per-node", type=positive, metavar="N", help="with --cards: number of cards in a machine (default: 8)"
@@ -86,14 +93,16 @@ def add_cards(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _mesh(text: str) -> tuple[int, int]:
-    """Parses two whole numbers above 0, such as '2x4'."""
-    first, _, second = text.lower().partition("x")
+def _mesh(text: str) -> tuple[int, ...] | dict[str, int]:
+    """Parses whole numbers above 0, such as '2x4', or with names, such as 'dp=2,tp=4'."""
     try:
-        return positive(first), positive(second)
+        if "=" not in text:
+            return tuple(positive(size) for size in text.lower().split("x"))
+        named = (part.partition("=") for part in text.split(","))
+        return {name.strip(): positive(size.strip()) for name, _, size in named}
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not a mesh: give the number of copies and the cards for each copy, such as 2x4"
+            f"'{text}' is not a mesh: give numbers of cards, such as 2x4, or with names, such as dp=2,tp=4"
         ) from None
 
 

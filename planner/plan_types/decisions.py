@@ -17,12 +17,12 @@ from planner.plan_types.decision_base import (
     Fidelity,
     Role,
     conflict,
-    counted,
+    divides_batch,
     micro_batches_of,
-    module_listing,
     of_optimizers,
 )
-from planner.plan_types.recompute_decisions import Allocator, Checkpoint, Offload, Replay
+from planner.plan_types.recompute_decisions import Allocator, Checkpoint, Offload, Replay, StepInBackward
+from planner.plan_types.words import counted, module_listing
 
 __all__ = [
     "Accumulation",
@@ -135,19 +135,21 @@ class Shard(Decision):
     'fsdp' divides parameters, gradients and optimizer state among the cards (FSDP2, ZeRO-3). Each unit is a module
     whose parameters are gathered before its forward and its backward, and freed afterwards. 'ddp' keeps all of them on
     each card (DistributedDataParallel). 'zero1' does so, too, but divides the optimizer state
-    (ZeroRedundancyOptimizer).
+    (ZeroRedundancyOptimizer). With 'own', a function of the user's own divides the model (tensor parallelism, for
+    example).
     """
 
     kind: ClassVar[str] = "shard"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.SHARDING
     left_out_if_empty: ClassVar[tuple[str, ...]] = (
-        "units", "kept", "offload", "tail", "prepared_by", "classes", "reduces_once"
+        "units", "kept", "offload", "tail", "prepared_by", "classes", "reduces_once", "dimensions", "function"
     )  # fmt: skip
     way: str
-    """'fsdp', 'zero1' or 'ddp'."""
+    """'fsdp', 'zero1', 'ddp' or 'own'."""
     mesh: tuple[int, ...]
-    """Number of cards; for 'fsdp' also (copies, cards that hold one copy together), which is hybrid sharding (HSDP)."""
+    """Number of cards; for 'fsdp' also (copies, cards that hold one copy together), which is hybrid sharding (HSDP);
+    for 'own' the sizes of the dimensions of the user's mesh."""
     units: tuple[str, ...] = ()
     """Paths of the modules that are units of their own. The parameters of all other modules form one more unit."""
     kept: tuple[str, ...] = ()
@@ -164,16 +166,19 @@ class Shard(Decision):
     reduces_once: bool = False
     """True if each card adds up its gradients of all micro-batches, and the cards reduce the sums once in a step. Until
     then each card holds whole gradients. False if the gradients of each micro-batch are reduced."""
+    dimensions: tuple[str, ...] = ()
+    """For 'own': names of the dimensions of the mesh. The batch is divided among those that begin with 'dp'."""
+    function: str = ""
+    """For 'own': file and name of the function, 'parallel.py:parallelize'; '' if it is known as an object only."""
 
     def __post_init__(self) -> None:
-        if self.way not in ("fsdp", "zero1", "ddp"):
-            raise DecisionError(f"shard way '{self.way}' is unknown: choose fsdp, zero1 or ddp")
-        if not 1 <= len(self.mesh) <= (2 if self.way == "fsdp" else 1) or not all(
-            type(size) is int and size > 0 for size in self.mesh
-        ):
-            raise DecisionError(
-                f"shard has mesh={self.mesh!r}: give the number of cards, or for fsdp (copies, cards for each copy)"
-            )
+        if self.way not in ("fsdp", "zero1", "ddp", "own"):
+            raise DecisionError(f"shard way '{self.way}' is unknown: choose fsdp, zero1, ddp or own")
+        if len(self.dimensions) != (len(self.mesh) if self.way == "own" else 0):
+            raise DecisionError(f"shard has mesh={self.mesh!r} and names {self.dimensions!r} for its dimensions")
+        most = {"own": len(self.mesh), "fsdp": 2}.get(self.way, 1)
+        if not 1 <= len(self.mesh) <= most or not all(type(size) is int and size > 0 for size in self.mesh):
+            raise DecisionError(f"shard has mesh={self.mesh!r}: give the number of cards, or (copies, cards for each)")
         if self.way != "fsdp" and (self.units or self.tail or self.offload):
             raise DecisionError(f"shard way '{self.way}' has neither units nor offload: use fsdp for them")
         if self.prepared_by not in ("", "accelerate"):
@@ -190,8 +195,21 @@ class Shard(Decision):
         return 1 if len(self.mesh) == 1 else 1 + len(self.mesh)  # a mesh of one dimension is the group of all cards
 
     @property
+    def divides_batch_by(self) -> int:
+        sizes = zip(self.dimensions, self.mesh, strict=self.way == "own")
+        return math.prod(size for name, size in sizes if divides_batch(name)) if self.way == "own" else self.cards
+
+    @property
+    def dividing_function(self) -> str:
+        return self.function
+
+    @property
     def divides_parameters_by(self) -> int:
-        return self.mesh[-1] if self.way == "fsdp" else 1
+        return self.cards if self.way == "own" else self.mesh[-1] if self.way == "fsdp" else 1
+
+    @property
+    def gathers_parameters(self) -> bool:
+        return self.way == "fsdp"
 
     @property
     def keeps_parameters_on_host(self) -> bool:
@@ -210,7 +228,7 @@ class Shard(Decision):
         return self.reduces_once
 
     def reducing_once(self) -> Shard:
-        return self if self.prepared_by else dataclasses.replace(self, reduces_once=True)
+        return self if self.prepared_by or self.way == "own" else dataclasses.replace(self, reduces_once=True)
 
     @property
     def units_gathered_again(self) -> tuple[str, ...]:
@@ -230,6 +248,8 @@ class Shard(Decision):
             return "step-in-backward uses each gradient before those of the other cards are added to it"
         if other.eight_bit_state and self.way != "ddp":
             return "bitsandbytes' optimizers are planned without divided parameters or state only"
+        if self.way == "own" and other.needs_plain_tensors:
+            return f"{other.kind} does not take the DTensors into which your function may turn parameters"
         return None
 
     def describe(self) -> str:
@@ -239,9 +259,12 @@ class Shard(Decision):
             return f"a copy of the model on each of {self.cards} cards (DistributedDataParallel{library}){once}"
         if self.way == "zero1":
             return f"a copy of the model on each of {self.cards} cards, with divided optimizer state (ZeRO-1){once}"
-        copies = f"{self.mesh[0]} copies, each sharded over {self.mesh[1]}" if len(self.mesh) > 1 else "sharded over"
-        text = f"{copies} cards" if len(self.mesh) > 1 else f"{copies} {self.cards} cards"
-        text += f" (FSDP2{library})"
+        if self.way == "own":
+            mesh = " x ".join(f"{name} {size}" for name, size in zip(self.dimensions, self.mesh, strict=True))
+            return f"divided among {self.cards} cards ({mesh}) by your function {self.function}".rstrip()
+        hybrid = len(self.mesh) > 1
+        where = f"{self.mesh[0]} copies, each sharded over {self.mesh[1]}" if hybrid else f"sharded over {self.cards}"
+        text = f"{where} cards (FSDP2{library})"
         if self.units:
             text += f", in units {module_listing((*self.units, *self.tail))}"
         if self.kept:
@@ -322,6 +345,7 @@ class ChunkedLoss(Decision):
     kind: ClassVar[str] = "chunked-loss"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.LOSS
+    needs_plain_tensors: ClassVar[bool] = True
     module: str
     """The linear layer that makes the logits (lm_head)."""
     chunks: int
@@ -374,26 +398,3 @@ class Accumulation(Decision):
 
     def describe(self) -> str:
         return f"gradient accumulation: {self.micro_batches} micro-batches of {self.micro_batch_size}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepInBackward(Decision):
-    """Update each parameter during the backward, as soon as its gradient is complete, and free the gradient at once."""
-
-    kind: ClassVar[str] = "step-in-backward"
-    aliases: ClassVar[tuple[str, ...]] = ("optimizer-in-backward",)
-    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
-    role: ClassVar[Role] = Role.UPDATE_TIME
-    steps_in_backward: ClassVar[bool] = True
-
-    def excludes(self, other: Decision) -> str | None:
-        if other.micro_batch_count > 1:
-            return "step-in-backward frees each gradient at once, and accumulation sums gradients over micro-batches"
-        if other.needs_gradient_scaler:
-            return "step-in-backward never has all gradients, and fp16's gradient scaler has to check all of them"
-        if other.optimizer_kernel == "for-loop":
-            return "step-in-backward updates one parameter at a time anyway: optimizer-kernel's loop changes nothing"
-        return None
-
-    def describe(self) -> str:
-        return "optimizer step in backward: each gradient is applied and freed at once (no clipping by global norm)"

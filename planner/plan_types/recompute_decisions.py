@@ -1,6 +1,6 @@
-"""The decisions on the memory of tensors that backward needs, and on the allocator that serves it.
+"""The decisions on the memory of tensors that backward needs and makes, and on the allocator that serves it.
 
-The tensors are recomputed, or kept in host memory meanwhile.
+The tensors are recomputed, or kept in host memory meanwhile. Gradients are used and freed at once.
 """
 
 from __future__ import annotations
@@ -10,16 +10,31 @@ import itertools
 from typing import ClassVar
 
 from planner.errors import DecisionError
-from planner.plan_types.decision_base import (
-    ALLOCATOR_VARIABLE,
-    Decision,
-    Fidelity,
-    Role,
-    allocator_conf,
-    counted,
-    module_listing,
-    op_ranges,
-)
+from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, Decision, Fidelity, Role, allocator_conf
+from planner.plan_types.words import counted, module_listing, op_ranges
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepInBackward(Decision):
+    """Update each parameter during the backward, as soon as its gradient is complete, and free the gradient at once."""
+
+    kind: ClassVar[str] = "step-in-backward"
+    aliases: ClassVar[tuple[str, ...]] = ("optimizer-in-backward",)
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    role: ClassVar[Role] = Role.UPDATE_TIME
+    steps_in_backward: ClassVar[bool] = True
+
+    def excludes(self, other: Decision) -> str | None:
+        if other.micro_batch_count > 1:
+            return "step-in-backward frees each gradient at once, and accumulation sums gradients over micro-batches"
+        if other.needs_gradient_scaler:
+            return "step-in-backward never has all gradients, and fp16's gradient scaler has to check all of them"
+        if other.optimizer_kernel == "for-loop":
+            return "step-in-backward updates one parameter at a time anyway: optimizer-kernel's loop changes nothing"
+        return None
+
+    def describe(self) -> str:
+        return "optimizer step in backward: each gradient is applied and freed at once (no clipping by global norm)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +141,7 @@ class Replay(Decision):
     former_kind: ClassVar[str | None] = "replay"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.RECOMPUTE
+    needs_plain_tensors: ClassVar[bool] = True
     modules: tuple[str, ...]
     """For each segment: the name of the module whose forward it is a part of. Segments of a module are adjacent."""
     stretches: tuple[tuple[int, int], ...]
@@ -195,6 +211,7 @@ class Offload(Decision):
     kind: ClassVar[str] = "offload"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.RECOMPUTE
+    needs_plain_tensors: ClassVar[bool] = True
     needs_host_memory: ClassVar[bool] = True
     modules: tuple[str, ...]
     inputs_of: tuple[str, ...]

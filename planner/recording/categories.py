@@ -67,6 +67,8 @@ def classify(graph: StepGraph) -> None:
             record.category = Category.LOGITS
         elif op.phase is Phase.RECOMPUTE or (op.phase is not Phase.OPTIMIZER and outlives_forward):
             record.category = Category.ACTIVATION
+        elif op.collective is not None:  # of tensor parallelism; FSDP2's collectives write to memory that exists
+            record.category = Category.COMMUNICATION
     for index in loss_ops:
         for storage in graph.ops[index].inputs:
             if graph.storages[storage].category in (Category.ACTIVATION, Category.TEMPORARY):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -40,9 +42,10 @@ class Ranks:
     """
 
     def __init__(self, table: StorageTable, pause: Callable[[], AbstractContextManager[None]]) -> None:
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
         from torch.distributed.tensor import DTensor
 
-        self.wrappers = DTensor
+        self.wrappers = (DTensor, AsyncCollectiveTensor)
         self._table, self._pause = table, pause
 
     def note(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Collective | None:
@@ -66,15 +69,18 @@ class Ranks:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which resized storages are recorded, and the shape computations of DTensors are not.
+        """Context in which resized storages are recorded, but not the shapes of DTensors and wrappers without memory.
 
         FSDP2 frees unsharded parameters by resizing their storages to 0, and DTensor finds the shape of a result by
-        running the op on fakes of the global shape, on the device. Gradients that FSDP2 keeps whole after a micro-batch
-        get their category.
+        running the op on fakes of the global shape, on the device. The result of a collective that runs is wrapped
+        in a tensor that has a storage without memory. Gradients that FSDP2 keeps whole after a micro-batch get their
+        category.
         """
+        from torch.distributed import _functional_collectives
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+        wrap: Callable = _functional_collectives._wrap_tensor_autograd
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_and_note(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
@@ -94,14 +100,19 @@ class Ranks:
             if gradient is not None:
                 self._table.mark(gradient, Category.GRADIENT, name=parameter._param_fqn or "")
 
-        def propagate_unseen(*arguments, **options):
-            with self._pause():
-                return propagate(*arguments, **options)
+        def unseen(function: Callable) -> Callable:
+            @functools.wraps(function)
+            def call(*arguments: Any, **options: Any) -> Any:
+                with self._pause():
+                    return function(*arguments, **options)
+
+            return call
 
         with (
             mock.patch.object(torch.UntypedStorage, "resize_", resize_and_note),
             mock.patch.object(FSDPParam, "to_accumulated_grad_if_needed", keep_and_note),
-            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen(propagate)),
+            mock.patch.object(_functional_collectives, "_wrap_tensor_autograd", unseen(wrap)),
         ):
             yield
 

@@ -73,14 +73,16 @@ class ModuleCalls:
 
         They are functions: a step may deep-copy the module, and a copied bound method would have its own `ModuleCalls`.
         A call of a unit of FSDP2 begins when its parameters are gathered, and ends before they are freed: a second run
-        of its forward does neither.
+        of its forward does neither. The hooks by which tensor parallelism gathers the inputs of a module, and divides
+        its outputs, are outside of its call for the same reason.
         """
-        is_unit = _is_unit(module)
+        has_hooks = bool(module._forward_pre_hooks or module._forward_hooks)
+        is_inside = _is_unit(module) or (has_hooks and _divides_modules())
         if all(p is None or local_part(p) is p for p in module._parameters.values()):
             self._parameters[module] = [id(parameter) for parameter in module._parameters.values()]
         return [
-            module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=not is_unit),
-            module.register_forward_hook(self._leaving(), always_call=True, prepend=is_unit),
+            module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=not is_inside),
+            module.register_forward_hook(self._leaving(), always_call=True, prepend=is_inside),
         ]
 
     def note_obstacle(self, call: int | None, obstacle: str) -> None:
@@ -100,7 +102,7 @@ class ModuleCalls:
             if not self._stack:
                 self._enters_model()
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            storages = [self._table.storage_of(tensor) for tensor in tensors]
+            storages = [self._table.storage_of(local_part(tensor)) for tensor in tensors]
             inputs = {storage for storage in storages if storage is not None}
             # If a tensor is passed twice, a second run gets two copies of it, and the module could see the difference.
             each_once = len(set(map(id, tensors))) == len(tensors)
@@ -176,6 +178,11 @@ class ModuleCalls:
             now = attributes_of(module)
             if (changed := changed_state(before, now) or changed_state(now, before)) is not None:
                 self.note_obstacle(call, f"{changed} changes after it has run")
+
+
+def _divides_modules() -> bool:
+    """True if the process is one of several among which modules may be divided."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _is_unit(module: torch.nn.Module) -> bool:

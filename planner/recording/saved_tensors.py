@@ -11,13 +11,13 @@ import functools
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from planner.recording.module_calls import TAKES_GRADIENTS, TRANSFORMED, ModuleCalls
 from planner.recording.step_graph import Category, Save
-from planner.recording.storage_table import StorageTable
+from planner.recording.storage_table import StorageTable, local_part
 from planner.virtual_gpu import sparse_tensors
 from planner.virtual_gpu.values.shadow_values import ShadowValues
 
@@ -35,9 +35,13 @@ class OpRecorder(Protocol):
 class _SavedPlaceholder:
     """Takes the place of a saved tensor. It has the dtype, layout and known values, to make an equal fake tensor."""
 
-    __slots__ = ("dtype", "offset", "read_in", "save", "shadow", "shape", "stride", "table")
+    __slots__ = ("dtype", "offset", "read_in", "save", "shadow", "shape", "spec", "stride", "table")
 
-    def __init__(self, table: StorageTable, known: ShadowValues, tensor: torch.Tensor, save: Save) -> None:
+    def __init__(
+        self, table: StorageTable, known: ShadowValues, tensor: torch.Tensor, save: Save, *, spec: Any
+    ) -> None:
+        self.spec = spec
+        """The layout of a DTensor whose local part was saved; None for a plain tensor."""
         self.table, self.save, self.read_in = table, save, -1
         self.shadow = known.shadow(tensor)
         self.shape, self.stride, self.offset, self.dtype = (
@@ -96,8 +100,9 @@ class SavedTensors:
 
         torch.autograd.graph.disable_saved_tensors_hooks = disable_without_hooks  # type: ignore[assignment]  # a patch
 
-    def pack(self, tensor: torch.Tensor) -> _SavedPlaceholder | _KeptTensor:
+    def pack(self, saved: torch.Tensor) -> _SavedPlaceholder | _KeptTensor:
         """Called by autograd when it saves a tensor. Returns the object that autograd saves instead."""
+        tensor = local_part(saved)
         storage = self._table.storage_of(tensor) if not tensor.is_sparse else None
         known = None if storage is None else self._table.storages[storage]
         # FSDP2 frees and gathers unsharded parameters whatever autograd keeps.
@@ -113,9 +118,9 @@ class SavedTensors:
         self.all.append(save)
         if is_permanent:
             with self._recorder.pause():
-                kept = sparse_tensors.detached(tensor) if tensor.is_sparse else tensor.detach()
+                kept = sparse_tensors.detached(saved) if tensor.is_sparse else saved.detach()
                 return _KeptTensor(self._table, kept, save)
-        return _SavedPlaceholder(self._table, self._known, tensor, save)
+        return _SavedPlaceholder(self._table, self._known, tensor, save, spec=getattr(saved, "_spec", None))
 
     def unpack(self, packed: _SavedPlaceholder | _KeptTensor) -> torch.Tensor:
         """Called by autograd when backward reads a saved tensor. Returns the kept tensor, or a new one like it."""
@@ -135,4 +140,14 @@ class SavedTensors:
             base = torch.empty(elements, dtype=packed.dtype, device=self._table.device)
             self._table.storage_of(base, adopt=save.storage)
             self._known.take_over(base, packed.shadow)
-            return base.as_strided(packed.shape, packed.stride, packed.offset)
+            local = base.as_strided(packed.shape, packed.stride, packed.offset)
+            return local if packed.spec is None else _as_dtensor(local, packed.spec)
+
+
+def _as_dtensor(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """Returns a DTensor with the layout of another one, and `local` as the part of this rank."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.tensor_meta.stride
+    )

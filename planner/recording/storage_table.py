@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -164,5 +165,6 @@ class StorageTable:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a DTensor that this rank has; another tensor unchanged."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """Returns the part of a DTensor that this rank has, also if a collective still makes it; else the tensor itself."""
+    local: Any = getattr(tensor, "_local_tensor", tensor)
+    return local.elem if type(local).__name__ == "AsyncCollectiveTensor" else local

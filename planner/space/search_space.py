@@ -166,19 +166,21 @@ def search_space(
             updates=refuse[StepInBackward],
             splits=(MicroBatching(micro_batches=1, size=workload.batch_size),),
             allocators=allocator_alternatives(card, constraints),
-            recompute=_recompute(constraints),
+            recompute=_recompute(workload, constraints, notes),
             chunks=None,
             notes=tuple(notes),
         )
     return SearchSpace(
         precisions=_precisions(workload, card, constraints, notes),
         optimizers=_optimizers(workload, constraints, notes),
-        losses=_losses(constraints, chunks),
+        losses=_losses(workload, constraints, chunks),
         updates=_updates(workload, constraints, notes),
         splits=batch_splits(workload, constraints, batch_statistics, carried, why_no_samples, values_needed, notes),
         allocators=allocator_alternatives(card, constraints),
-        recompute=_recompute(constraints),
-        chunks=None if chunks is None else dataclasses.replace(chunks, always=constraints.force(Role.LOSS)),
+        recompute=_recompute(workload, constraints, notes),
+        chunks=None
+        if chunks is None or workload.parallelize is not None
+        else dataclasses.replace(chunks, always=constraints.force(Role.LOSS)),
         notes=tuple(notes),
     )
 
@@ -200,7 +202,7 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
         {str(p.dtype).removeprefix("torch.") for p in workload.model.parameters() if p.requires_grad} - {"float32"}
     ):
         why_not = f"trained parameters are {odd[0]}, and autocast needs fp32 master weights"
-    is_sharded = any(decision.divides_parameters_by > 1 for decision in workload.sharding)
+    is_sharded = any(decision.gathers_parameters for decision in workload.sharding)
     library = next((decision.preparing_library for decision in workload.sharding if is_sharded), "")
     if is_sharded and "bf16" in card.native_dtypes and not constraints.force(Precision):
         if not constraints.allow(Precision) and not constraints.force(ShardedPrecision):
@@ -220,7 +222,9 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
     return _alternatives(constraints, Precision, decisions, why_not)
 
 
-def _losses(constraints: Constraints, chunks: ChunkedLossOption | None) -> Alternatives:
+def _losses(workload: Workload, constraints: Constraints, chunks: ChunkedLossOption | None) -> Alternatives:
+    if workload.parallelize is not None:
+        return _alternatives(constraints, ChunkedLoss, None, f"{ChunkedLoss.kind} {_NEEDS_PLAIN}")
     why_not = "no linear layer's output of some size goes straight into a cross entropy"
     return _alternatives(constraints, ChunkedLoss, None if chunks is None else chunks.for_whole_batch(), why_not)
 
@@ -314,19 +318,30 @@ def _adds_to(option: Allocator, given: str) -> bool:
     return True
 
 
-def _recompute(constraints: Constraints) -> tuple[type[Decision], ...]:
+_NEEDS_PLAIN = "cannot be used with parallelize, because your function may turn parameters into DTensors"
+"""Why some techniques cannot be used on a model that a function of the user's own divides."""
+
+
+def _recompute(workload: Workload, constraints: Constraints, notes: list[str]) -> tuple[type[Decision], ...]:
     """Returns the allowed kinds of decisions that free saved tensors; only the forced one if one is forced.
 
     Raises:
-        DecisionError: more than one of them is forced.
+        DecisionError: more than one of them is forced, or one that the workload cannot use.
     """
     kinds = tuple(kind for kind in KINDS.values() if kind.role is Role.RECOMPUTE)
+    if workload.parallelize is not None:
+        refused = [kind for kind in KINDS.values() if kind.needs_plain_tensors]
+        for kind in refused:
+            _alternatives(constraints, kind, None, f"{kind.kind} {_NEEDS_PLAIN}")  # an error if it is forced
+        if names := [kind.kind for kind in refused if constraints.allow(kind)]:
+            notes.append(f"not used: {', '.join(names)}, which {_NEEDS_PLAIN}")
+        kinds = tuple(kind for kind in kinds if kind not in refused)
     allowed = tuple(kind for kind in kinds if constraints.allow(kind))
     forced = tuple(kind for kind in allowed if constraints.force(kind))
     if len(forced) > 1:
-        names = " and ".join(kind.kind for kind in forced)
+        both = " and ".join(kind.kind for kind in forced)
         raise DecisionError(
-            f"{names} are forced, but only one technique that frees saved tensors can be forced: force one of them"
+            f"{both} are forced, but only one technique that frees saved tensors can be forced: force one of them"
         )
     return forced or allowed
 

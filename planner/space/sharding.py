@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
@@ -13,6 +14,7 @@ from planner.plan_types.quantized import is_quantized
 from planner.plan_types.words import FEWEST
 from planner.profiles.links import CARDS_PER_NODE
 from planner.space import accelerate_units
+from planner.space.own_sharding import named_mesh
 
 WAYS = ("ddp", "zero1", "zero2", "fsdp")
 """Names of the ways that users can choose from, from the one that divides least among the cards to that which divides
@@ -29,6 +31,8 @@ class Cards:
     """True to find the smallest number of cards with which a plan fits; `count` is then 2, and not used."""
     mesh: tuple[int, ...] | None = None
     """Number of copies of the model, and of the cards that hold one copy together; None for a single copy."""
+    own: Shard | None = None
+    """The decision that a function of the user's own divides the model; None if the planner does it."""
     way: str | None = None
     """One of `WAYS`; None to let the planner choose."""
     offload: bool = False
@@ -41,6 +45,11 @@ class Cards:
     """True if the library that prepares the model must checkpoint all blocks, False if it must not; None if it may."""
     link: str | None = None
     """Name of the link within a machine (`planner.profiles.links.known`); None for the fastest one of the card."""
+
+    @property
+    def parts(self) -> int:
+        """Number of parts into which the batch is divided."""
+        return self.count if self.own is None else self.own.divides_batch_by
 
     def __post_init__(self) -> None:
         if type(self.count) is not int or self.count < 2:
@@ -93,7 +102,8 @@ def _mesh_advice(count: int) -> str:
 def several_cards(
     count: int | str | None,
     *,
-    mesh: tuple[int, ...] | None = None,
+    mesh: tuple[int, ...] | Mapping[str, int] | None = None,
+    parallelize: str | None = None,
     way: str | None = None,
     offload: bool = False,
     per_node: int | None = None,
@@ -103,13 +113,18 @@ def several_cards(
 ) -> Cards | None:
     """Returns the cards that the user describes; None for one card.
 
+    Args:
+        parallelize: file and name of the user's own function that divides the model; '' for a function that cannot be
+            imported; None if there is none.
+
     Raises:
         WorkloadError: the description contradicts itself, or describes several cards without their number.
     """
     if count is None or count == 1:
-        if mesh or way or offload or link or per_node:
+        if mesh or way or offload or link or per_node or parallelize is not None:
             raise WorkloadError(
-                "mesh, sharding and link describe several cards: give their number, at least 2, with cards (--cards)"
+                "mesh, sharding, parallelize and link describe several cards: give their number, at least 2, with "
+                "cards (--cards)"
             )
         return None
     is_number = type(count) is int
@@ -117,8 +132,20 @@ def several_cards(
         raise WorkloadError(
             f"cards={count!r}: give the number of cards, at least 2, or '{FEWEST}'; leave it out for one"
         )
+    own = None
+    if parallelize is not None:
+        if way or offload or prepared_by or not is_number:
+            raise WorkloadError(
+                "your function divides the model itself, so leave sharding, offload-shards and --for out, and give the "
+                "number of cards"
+            )
+        names, sizes = named_mesh(int(count), mesh)
+        own, mesh = Shard(way="own", mesh=sizes, dimensions=names, function=parallelize), None
+    elif isinstance(mesh, Mapping):
+        raise WorkloadError("names of the dimensions of a mesh are for a function of yours: give parallelize, too")
     return Cards(
         count=int(count) if is_number else 2,
+        own=own,
         fewest=not is_number,
         mesh=mesh,
         way=way,
@@ -134,6 +161,8 @@ def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
     """Returns the ways to train on these cards, from the one that divides the least to that which divides the most."""
     units, shard_mesh = repeated_blocks(model), cards.mesh or (cards.count,)
     refuse_quantized(model)
+    if cards.own is not None:
+        return (cards.own,)
     if cards.prepared_by:
         return _as_accelerate_prepares(model, cards)
     by_way = {

@@ -13,6 +13,8 @@ group (`torch.testing._internal.distributed.fake_pg`) serves as the backend. Wha
   Tensors of the same shape and sharding get the same result, so it is derived once for all of them.
 - FSDP2 pads uneven shards again in the first forward, unless their memory has the same address as before. Fake tensors
   have no addresses, so their storages are compared.
+- Waiting for a collective of tensor parallelism returns the tensor that the collective makes. For fakes, PyTorch would
+  return a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.virtual_gpu import streams
+from planner.virtual_gpu import kernels, streams
 
 
 def join(device: str, *, cards: int, rank: int) -> None:
@@ -47,9 +49,15 @@ def join(device: str, *, cards: int, rank: int) -> None:
     _make_shards_on_demand()
     _propagate_by_kind()
     _let_shards_stay()
+    kernels.KERNELS[torch.ops._c10d_functional.wait_tensor.default] = _waited
     streams.serve_accelerator()
     backend = "fake" if device == "cpu" else f"cpu:fake,{device}:fake"
     dist.init_process_group(backend, rank=rank, world_size=cards, store=FakeStore())
+
+
+def _waited(dependence: Any, op: Any, tensor: torch.Tensor) -> kernels.Made:
+    """Returns the result of a collective when it is there."""
+    return tensor, []
 
 
 def _let_shards_stay() -> None:

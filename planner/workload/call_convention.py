@@ -18,6 +18,13 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 """The user's loss function: `loss_fn(output, batch)` returns the loss as a scalar tensor."""
 
 
+Parallelize = Callable[[Any, Any], Any]
+"""The user's own function that divides a model among cards: `parallelize(model, mesh)`.
+
+`mesh` is a `torch.distributed.device_mesh.DeviceMesh` with named dimensions. The function changes the model in place,
+by `parallelize_module` or `fully_shard` for example, and may return it, or DistributedDataParallel that wraps it.
+"""
+
 StepFn = Callable[[Any, Any, Any], Any]
 """The user's own training step: `step(model, optimizer, batch)` runs forwards, backwards and updates itself.
 

@@ -239,7 +239,7 @@ def _script_arguments(reference: str, arguments: Sequence[str]) -> Iterator[None
 
 def _from_callable(reference: str, request: _Request) -> Workload:
     """Calls the user's function or class, and returns a workload of the model, batch and loss function it returns."""
-    function = _callable(reference)
+    function = load_callable(reference)
     try:
         accepted = inspect.signature(function).parameters
     except ValueError as error:
@@ -345,12 +345,11 @@ def _failed(name: str, error: Exception, remedy: str) -> WorkloadError:
     return WorkloadError(f"{name} raised {first_line(error)}: {remedy}")
 
 
-def _callable(reference: str) -> Callable[..., Any]:
-    """Returns the function or class that 'path/file.py:name' or 'package.module:name' refers to."""
+def load_callable(reference: str, *, again: bool = True) -> Callable[..., Any]:
+    """Returns what 'path/file.py:name' or 'package.module:name' refers to; `again` runs a known file again."""
     location, _, name = reference.rpartition(":")
-    module = (
-        _module_from_file(pathlib.Path(location)) if location.lower().endswith(".py") else _module_by_name(location)
-    )
+    is_file = location.lower().endswith(".py")
+    module = _module_from_file(pathlib.Path(location), again) if is_file else _module_by_name(location)
     target: Any = module
     for part in name.split("."):
         target = getattr(target, part, None)
@@ -367,7 +366,7 @@ def _callable(reference: str) -> Callable[..., Any]:
     return target
 
 
-def _module_from_file(path: pathlib.Path) -> Any:
+def _module_from_file(path: pathlib.Path, again: bool) -> Any:
     """Imports a Python file by its path."""
     if not path.is_file():
         raise WorkloadError(f"file '{path}' does not exist: give {FORMS}")
@@ -375,6 +374,8 @@ def _module_from_file(path: pathlib.Path) -> Any:
         # The file may import other files of its folder. At the end of the path they hide no installed package.
         sys.path.append(folder)
     name = f"planned_{path.stem}"
+    if not again and name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path, loader=SourceFileLoader(name, str(path)))
     assert spec is not None and spec.loader is not None  # None only without a path or a loader
     module = importlib.util.module_from_spec(spec)

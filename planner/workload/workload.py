@@ -18,7 +18,7 @@ from planner.plan_types.decision_base import Decision
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import ModelFacts, TrainingProgram, WorkloadFacts
 from planner.plan_types.quantized import element_count
-from planner.workload.call_convention import Calling, LossFn, StepFn, is_graph
+from planner.workload.call_convention import Calling, LossFn, Parallelize, StepFn, is_graph
 from planner.workload.model_loss import own_loss
 from planner.workload.optimizer_choice import OPTIMIZERS, Optimizers, by_name, optimizer_name
 from planner.workload.own_step import WITHOUT_TENSORS, as_module, refuse_with_step
@@ -35,8 +35,8 @@ class Workload:
 
     model: torch.nn.Module
     batch: Any
-    """The full batch of one optimizer step. Its tensors may be on any device: their shapes and dtypes are used, and the
-    values of integer and boolean tensors on the CPU where the step depends on them."""
+    """The full batch of one optimizer step, on any device: shapes and dtypes are used, and the values of integer and
+    boolean tensors on the CPU where the step depends on them."""
     loss_fn: LossFn | None
     optimizer: Optimizers
     """One optimizer. With `step`, also a dict or tuple of optimizers."""
@@ -44,14 +44,13 @@ class Workload:
     seq_len: int | None
     calling: Calling
     reference: str | None
-    """MODEL as given on the command line; None for a model object that was passed in Python."""
+    """MODEL as given on the command line; None for a model object."""
     arguments: tuple[str, ...] = ()
     """Arguments for the Python file or module that `reference` names, as in `sys.argv`."""
     gradients_alive: bool = False
     """True if the user's loop accumulates gradients over several batches, so that gradients exist before the step."""
     gradient_names: tuple[str, ...] | None = None
-    """With `gradients_alive`: names of the parameters whose gradients exist before the step; None until a rehearsal has
-    found them."""
+    """With `gradients_alive`: names of the parameters with such gradients; None until a rehearsal has found them."""
     not_by_sample: tuple[str, ...] = ()
     """Paths of the tensors of the batch that are the same for all samples."""
     dtype: str | None = None
@@ -59,15 +58,17 @@ class Workload:
     adapter: Adapter | None = None
     """Adapters that the planner added to the model."""
     program: TrainingProgram | None = None
-    """The program that trains the model, which the planner has prepared as this program does; None for other loops."""
+    """The program that trains the model, which the planner prepared as the program does; None for other loops."""
     answers: Answers = NOTHING_STATED
     """The values of tensors that the user states."""
     notes: tuple[str, ...] = ()
     """Notes that the plan shows to the user, such as which batch of a data loader was chosen."""
     input_shapes: Any = None
-    """JSON data from which the batch was made (`batch_of_shapes`); None if it was not made from such data."""
+    """JSON data from which the batch was made (`batch_of_shapes`); None if there is none."""
     step: StepFn | None = None
     """The user's own training step; None for the planner's step of forward, loss, backward and update."""
+    parallelize: Parallelize | None = None
+    """The user's own function that divides the model among cards; None if there is none."""
     sharding: tuple[Decision, ...] = ()
     """The decision by which several cards train together; empty for one card. `batch` is the part of one card."""
     stream: BatchStream | None = None

@@ -21,6 +21,7 @@ from planner.rewrite.emitter.header import header
 from planner.rewrite.emitter.main_of_rank import main_of_rank, receives_weights
 from planner.rewrite.emitter.model_source import ModelSource, batch_source, model_source
 from planner.rewrite.emitter.optimizer_source import optimizer_source
+from planner.rewrite.emitter.own_function import loaded_function
 from planner.rewrite.portable.loss_and_clipping import clip_gradients
 from planner.rewrite.rules import SOURCES
 from planner.rewrite.rules.allocator import environment_of
@@ -84,6 +85,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py", folder: pathlib.Path
     helpers = [
         *functions,
         *model.functions,
+        *(loaded_function(name, of, folder) for fragment in fragments for name, of in fragment.loads),
         *([inspect.getsource(clip_gradients)] if _clips_sparse(plan, fragments) else []),
         *(function for function in check.functions if function not in functions),
     ]
@@ -203,7 +205,8 @@ def _rewrite(plan: Plan, fragments: list[EmittedCode]) -> str:
     statements = "".join(text for fragment in fragments for text in fragment.rewriting)
     if turns_cache_off(plan):
         statements += _CACHE_OFF
-    return f"{signature}{doc}{textwrap.indent(statements, '    ')}    return model\n"
+    returned = next((fragment.wrapped for fragment in fragments if fragment.wrapped), "model")
+    return f"{signature}{doc}{textwrap.indent(statements, '    ')}    return {returned}\n"
 
 
 _REWRITE_DOC = (
@@ -306,6 +309,8 @@ def _clipping(plan: Plan, fragments: list[EmittedCode]) -> str | None:
     """Return an expression that clips the gradients; None if the step never has all of them at once."""
     if any(fragment.backward for fragment in fragments):
         return None
+    if own := next((fragment.clipping for fragment in fragments if fragment.clipping), ""):
+        return f"{own}(model, max_grad_norm)"
     if _clips_sparse(plan, fragments):
         return "clip_gradients(model, max_grad_norm)"
     return "torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)"
@@ -313,7 +318,7 @@ def _clipping(plan: Plan, fragments: list[EmittedCode]) -> str | None:
 
 def _clips_sparse(plan: Plan, fragments: list[EmittedCode]) -> bool:
     """Return True if the gradients that are clipped may be sparse, which `torch.nn.utils.clip_grad_norm_` refuses."""
-    replaced = any(fragment.backward or fragment.optimizer for fragment in fragments)
+    replaced = any(fragment.backward or fragment.optimizer or fragment.clipping for fragment in fragments)
     return may_take_sparse(plan.workload.optimizer) and not replaced
 
 

@@ -49,7 +49,7 @@ def main_of_rank(model: ModelSource, fragments: Sequence[EmittedCode], arguments
         "    done = 0",
         "    if arguments.resume is not None:",
         f"        done = load_checkpoint(arguments.resume, model, optimizer{scaler})",
-        "    torch.manual_seed(1 + rank)  # each process has a batch of its own",
+        *_seed(next((fragment.part for fragment in fragments if fragment.part != "rank"), "rank")),
         "    batch = synthetic_batch(arguments.device)",
         "    for step in range(done + 1, done + arguments.steps + 1):",
         f"        loss = {_step(arguments)}",
@@ -62,6 +62,13 @@ def main_of_rank(model: ModelSource, fragments: Sequence[EmittedCode], arguments
         "    torch.distributed.destroy_process_group()",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _seed(part: str) -> list[str]:
+    """Return the statement that seeds the random batch, given the expression for the number of its part."""
+    if part == "rank":
+        return ["    torch.manual_seed(1 + rank)  # each process has a batch of its own"]
+    return [f"    torch.manual_seed(1 + {part})  # processes that divide one copy of the model have the same batch"]
 
 
 # DistributedDataParallel frees the process group while it has the GIL, and joins the threads of gloo. If one of them

@@ -10,7 +10,6 @@ import ast
 import dataclasses
 import importlib.util
 import json
-import os
 import pathlib
 import textwrap
 from typing import Any
@@ -19,6 +18,7 @@ from planner.errors import PlanFileError
 from planner.plan_types.adapter import compute_dtype, quantization_options
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import assignment, literal
+from planner.rewrite.emitter.own_function import path_from
 from planner.workload.call_convention import Calling
 from planner.workload.optimizer_choice import OPTIMIZERS
 
@@ -218,7 +218,7 @@ def _callable_source(plan: Plan, location: str, name: str, folder: pathlib.Path 
     if location.lower().endswith(".py"):
         path = pathlib.Path(location).resolve()
         load = f"""\
-    path = {_path_from(folder, path)}
+    path = {path_from(folder, path)}
     sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location({literal(f"planned_{path.stem}")}, path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -260,14 +260,6 @@ def build_structure():
     with torch.device("meta"):
         return build()
 '''
-
-
-def _path_from(folder: pathlib.Path | None, path: pathlib.Path) -> str:
-    """Return an expression for the path of the user's file: from the emitted file's folder if they share one."""
-    if folder is None or not set(folder.parts[1:2]) & set(path.parts[1:2]):
-        return f"pathlib.Path({literal(str(path))})"
-    relative = pathlib.PurePath(os.path.relpath(path, folder)).as_posix()
-    return f"pathlib.Path(__file__).parent / {literal(relative)}"
 
 
 def _parameters(location: str, name: str) -> set[str]:

@@ -18,6 +18,23 @@ def weighted(loss, weight):
     return torch.where(weight == 0, 0.0, loss * weight.to(loss.dtype))
 
 
+def clip_divided_gradients(module, max_norm):
+    """Clip the norm of all gradients, of which some may be DTensors, on different meshes.
+
+    `torch.nn.utils.clip_grad_norm_` computes with the gradients of all parameters in one op, which takes only plain
+    tensors or DTensors on one mesh.
+    """
+    groups = {}
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            groups.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms = [torch.nn.utils.get_total_norm([parameter.grad for parameter in group]) for group in groups.values()]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for group in groups.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+
+
 def clip_gradients(module, max_norm):
     """Clip the norm of all gradients, like `torch.nn.utils.clip_grad_norm_`, but also if some gradients are sparse."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]

@@ -35,19 +35,21 @@ def counted_labels(batch, samples, *, shifted, ignored, divides=False):
     return (labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(ignored).sum(dtype=torch.float64)
 
 
-def share_of_rank(batch, *, batch_size, loss_terms, not_by_sample=()):
+def share_of_rank(batch, *, batch_size, loss_terms, not_by_sample=(), alike=1):
     """Return the factor for the loss of this rank with which the mean over all ranks is the loss of the whole batch.
 
     FSDP2 and DistributedDataParallel average the gradients of the ranks. If the ranks have different numbers of terms,
     such as labels that are not ignored, that mean alone would weigh the terms of different ranks differently. If the
-    loss is a sum (`loss_terms` returns 1 for any number of samples), the result is the number of ranks.
+    loss is a sum (`loss_terms` returns 1 for any number of samples), the result is the number of parts of the batch.
+
+    alike: number of ranks that have the same samples, as in tensor parallelism.
     """
     samples = count_samples(batch, batch_size, not_by_sample)
     terms = loss_terms(batch, samples)
     if isinstance(terms, float) and terms == 1:  # a sum, or a mean over one term
         twice = map_tensors(lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor, batch)
         if loss_terms(twice, 2 * samples) == 1:
-            return float(torch.distributed.get_world_size())
+            return torch.distributed.get_world_size() / alike
     if not isinstance(terms, torch.Tensor):
         devices = []
         map_tensors(lambda tensor: devices.append(tensor.device), batch)

@@ -7,6 +7,8 @@
   its buckets; if accelerate prepares the model, they are separate tensors.
 - `ZeroRedundancyOptimizer`: as with DistributedDataParallel, but each card has the optimizer state of only a part of
   the parameters.
+- A function of the user's own, `parallelize(model, mesh)`, by PyTorch's `parallelize_module`, `fully_shard` and others
+  (`_divide_by_own_function`).
 
 If the batch is split, gradients are reduced over the cards in each micro-batch, or once in a step: then each card adds
 up whole gradients until the last micro-batch (`no_sync`, and `set_requires_gradient_sync` of FSDP2).
@@ -25,15 +27,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed.device_mesh
 
 from planner.errors import DecisionError
-from planner.plan_types.decision_base import micro_batches_of
+from planner.plan_types.decision_base import divides_batch, micro_batches_of
 from planner.plan_types.decisions import Shard, ShardedPrecision
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment, literal
 from planner.rewrite.loss_terms import loss_terms_of, terms_source
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, marking_last
-from planner.rewrite.portable.loss_and_clipping import weighted
+from planner.rewrite.portable.loss_and_clipping import clip_divided_gradients, weighted
 from planner.rewrite.portable.loss_terms import share_of_rank
 from planner.rewrite.portable.rank_states import (
     copy_settings,
@@ -64,13 +67,19 @@ def shard(rewriting: Rewriting, decision: Shard) -> None:
     if any(hasattr(module, "_get_fsdp_state") for module in rewriting.model.modules()):
         raise DecisionError("the model is sharded already: apply a plan for several cards once, to a new model")
     rewriting.changes.append(Change(place="the model", intact=_refuse_to_undo, restore=lambda: None))
-    rewriting.rank_share = functools.partial(
-        share_of_rank,
-        batch_size=rewriting.batch_size,
-        loss_terms=loss_terms_of(rewriting),
-        not_by_sample=rewriting.not_by_sample,
-    )
-    if decision.way == "fsdp":
+    if "nccl" in torch.distributed.get_backend_config():
+        rewriting.device_type = "cuda"  # the model may be on the host: FSDP2 moves one unit after the other
+    if decision.divides_batch_by > 1:
+        rewriting.rank_share = functools.partial(
+            share_of_rank,
+            batch_size=rewriting.batch_size,
+            loss_terms=loss_terms_of(rewriting),
+            not_by_sample=rewriting.not_by_sample,
+            alike=decision.cards // decision.divides_batch_by,
+        )
+    if decision.way == "own":
+        _divide_by_own_function(rewriting, decision)
+    elif decision.way == "fsdp":
         _fully_shard(rewriting, decision)
     else:
         _replicate(rewriting, decision)
@@ -88,9 +97,6 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     dimensions = ("replicate", "shard")[-len(decision.mesh) :]
-    if "nccl" in torch.distributed.get_backend_config():
-        # The model may be on the host: FSDP2 moves one unit after the other.
-        rewriting.device_type = "cuda"
     mesh = init_device_mesh(rewriting.device_type, decision.mesh, mesh_dim_names=dimensions)
     options: dict[str, Any] = {"mesh": mesh}
     if rewriting.sharded_precision is not None:
@@ -127,6 +133,77 @@ def _without_reduction(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+def _divide_by_own_function(rewriting: Rewriting, decision: Shard) -> None:
+    """Call the user's function with the model and a `DeviceMesh` of the planned cards, whose dimensions have names.
+
+    What it sets up has to average the gradients of cards with different samples, as `fully_shard` and
+    DistributedDataParallel do.
+
+    Raises:
+        DecisionError: if there is no function, it raises an error, returns another model, renames parameters, or does
+            not average the gradients of cards with different samples.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if rewriting.parallelize is None:
+        where = f" ({decision.function})" if decision.function else ""
+        raise DecisionError(
+            f"the plan was made with a function that divides the model among cards{where}: pass it as parallelize=..."
+        )
+    model = rewriting.model
+    before = dict(model.named_parameters())
+    mesh = init_device_mesh(rewriting.device_type, decision.mesh, mesh_dim_names=decision.dimensions)
+    try:
+        returned = rewriting.parallelize(model, mesh)
+    except Exception as error:  # the user's code
+        lines = str(error).strip().splitlines()
+        raise DecisionError(
+            f"your function raised {type(error).__name__} when it divided the model among cards: "
+            f"{lines[0] if lines else 'no message'}"
+        ) from error
+    if returned is not None and returned is not model:
+        if getattr(returned, "module", None) is not model:
+            raise DecisionError(
+                f"your function returned another {type(returned).__name__}: change the model in place, and return it, "
+                "nothing, or DistributedDataParallel(model)"
+            )
+        rewriting.wrapper = returned
+    after = dict(model.named_parameters())
+    if renamed := sorted(set(before) ^ set(after)):
+        raise DecisionError(
+            f"your function renames or replaces parameters, such as '{renamed[0]}', so that a plan cannot name the "
+            "modules: leave wrappers out, as for activation checkpointing, which the plan adds itself"
+        )
+    if any(parameter.device.type != rewriting.device_type for parameter in after.values()):
+        model.to(rewriting.device_type)  # what the function has left on the host
+    if rewriting.wrapper is None:
+        _refuse_unaveraged(after, decision, mesh)
+    rewriting.replace_in_optimizers({id(before[name]): after[name] for name in before})
+
+
+def _refuse_unaveraged(
+    parameters: dict[str, torch.nn.Parameter], decision: Shard, mesh: torch.distributed.device_mesh.DeviceMesh
+) -> None:
+    """Refuse parameters that cards with different samples would train differently."""
+    names = [name for name in decision.dimensions if divides_batch(name) and mesh[name].size() > 1]
+    for path, parameter in parameters.items():
+        own = getattr(parameter, "device_mesh", None)
+        groups = [] if own is None else [_ranks(own, dimension) for dimension in range(own.ndim)]
+        for name in names:
+            different = _ranks(mesh, name)
+            if parameter.requires_grad and not any(different <= group for group in groups):
+                raise DecisionError(
+                    f"your function leaves '{path}' without an average of its gradients over '{name}', where cards "
+                    "have different samples: use fully_shard or DistributedDataParallel there, or a mesh without this "
+                    "dimension"
+                )
+
+
+def _ranks(mesh: torch.distributed.device_mesh.DeviceMesh, dimension: int | str) -> set[int]:
+    """Returns the ranks with which this one communicates along a dimension of a mesh."""
+    return set(torch.distributed.get_process_group_ranks(mesh.get_group(dimension)))
 
 
 def _replicate(rewriting: Rewriting, decision: Shard) -> None:
@@ -175,6 +252,8 @@ def fullest_rank(decision: Shard, optimizer: torch.optim.Optimizer) -> int:
 
 def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     """Return the code that does the same as `shard` in an emitted file, which torchrun starts on each card."""
+    if decision.way == "own":
+        return _own_source(plan, decision)
     terms = terms_source(plan)
     functions: list[Callable] = [share_of_rank, count_samples, map_tensors, weighted]
     reduces_once = decision.reduces_once and micro_batches_of(plan.decisions) > 1
@@ -183,7 +262,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     receives = decision.way == "fsdp" and not decision.offload  # set_model_state_dict needs all tensors on one device
     if receives:
         functions += [receive_from_rank_0, refuse_other_model, attributes_of]
-    functions += [save_checkpoint, load_checkpoint, training_state, copy_settings]
+    functions += _CHECKPOINT
     imported = ["StateDictOptions", "get_state_dict", *(["set_model_state_dict"] if receives else []), "set_state_dict"]
     named = ", not_by_sample=NOT_BY_SAMPLE" if plan.workload.not_by_sample else ""
     common = dataclasses.replace(
@@ -207,9 +286,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
                 *(["import contextlib"] if reduces_once else []),
             ),
             around_micro_batch="contextlib.nullcontext() if is_last else model.no_sync()" if reduces_once else "",
-            rewriting=(
-                f"model = DistributedDataParallel(model, gradient_as_bucket_view={not decision.prepared_by})\n",
-            ),
+            wrapped=f"DistributedDataParallel(model, gradient_as_bucket_view={not decision.prepared_by})",
             optimizer_class="ZeroRedundancyOptimizer" if decision.way == "zero1" else "",
         )
     names = ("replicate", "shard")[-len(decision.mesh) :]
@@ -250,6 +327,67 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     )
 
 
+def _own_source(plan: Plan, decision: Shard) -> EmittedCode:
+    """Return the code that calls the user's own function.
+
+    Raises:
+        DecisionError: if the function cannot be imported.
+    """
+    if not decision.function:
+        raise DecisionError(
+            "the function that divides the model cannot be imported by another file: write it with def in a Python "
+            "file, outside of other functions, or use rewrite.apply(plan, model, parallelize=...)"
+        )
+    is_file = decision.function.rpartition(":")[0].lower().endswith(".py")
+    state = "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict"
+    functions: list[Callable] = [clip_divided_gradients]
+    code = EmittedCode()
+    if decision.divides_batch_by > 1:
+        alike = decision.cards // decision.divides_batch_by
+        named = ", not_by_sample=NOT_BY_SAMPLE" if plan.workload.not_by_sample else ""
+        share = f"share_of_rank(batch, batch_size=BATCH_SIZE, loss_terms=loss_terms{named}, alike={alike})"
+        code = dataclasses.replace(terms_source(plan), share=share)
+        functions += [share_of_rank, count_samples, map_tensors, weighted]
+    return dataclasses.replace(
+        code,
+        imports=(
+            *code.imports,
+            *(["import importlib.util", "import pathlib", "import sys"] if is_file else ["import importlib"]),
+            "import torch.distributed.checkpoint",
+            state,
+            "from torch.distributed.device_mesh import init_device_mesh",
+        ),
+        functions=(*code.functions, *map(inspect.getsource, [*functions, *_CHECKPOINT])),
+        rewriting=(
+            f"mesh = init_device_mesh(device, {literal(decision.mesh)}, "
+            f"mesh_dim_names={literal(decision.dimensions)})\n",
+            "parallel = parallelize(model, mesh)\n",
+            "model.to(device)  # what the function has left on the host\n",
+        ),
+        wrapped="parallel",
+        clipping=clip_divided_gradients.__name__,
+        loads=(("parallelize", decision.function),),
+        part=_part_of_batch(decision),
+        cards=decision.cards,
+        shards=True,
+    )
+
+
+def _part_of_batch(decision: Shard) -> str:
+    """Return an expression over `rank`: the number of the part of the batch of this process, from 0."""
+    text, stride = "", decision.cards
+    for name, size in zip(decision.dimensions, decision.mesh, strict=True):
+        stride //= size
+        if not divides_batch(name) or size == 1:
+            continue
+        own = f"rank // {stride}" if stride > 1 else "rank"
+        if stride * size < decision.cards:
+            own = f"{own} % {size}"
+        text = f"({text}) * {size} + {own}" if text else own
+    return text or "0"
+
+
+_CHECKPOINT: list[Callable] = [save_checkpoint, load_checkpoint, training_state, copy_settings]
 _UNITS = "# FSDP2 gathers the parameters of each of these modules together. All other parameters form one more unit."
 _TAIL = "# The parameters of these modules together are one more unit, which stays gathered until backward."
 _SHARD_TAIL = "fully_shard([model.get_submodule(name) for name in TAIL], reshard_after_forward=False, **options)\n"

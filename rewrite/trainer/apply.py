@@ -41,13 +41,13 @@ import torch
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decision_base import Role, micro_batches_of
 from planner.plan_types.decisions import OptimizerKernel
+from planner.plan_types.fingerprint import refuse_another_model
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import (
     DOES_NOT_FIT,
     change_by_rules,
     is_check_on,
     one_of_each_kind,
-    refuse_another_model,
     turns_cache_off,
 )
 from planner.rewrite.first_step_check import FirstStepCheck

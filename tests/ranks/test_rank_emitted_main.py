@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from planner.plan_types.decisions import Decision, Optimizer, Precision, Shard
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite import emit
 from planner.space.sharding import repeated_blocks
 from planner.virtual_gpu.forked_process import Child, run_in_child
@@ -139,10 +140,11 @@ def assert_same_bits(found: pathlib.Path, expected: pathlib.Path) -> None:
         (Shard(way="ddp", mesh=(2,)), Precision(dtype="fp16")),
         (Shard(way="ddp", mesh=(2,)), Optimizer()),
         (Shard(way="zero1", mesh=(2,)),),
+        (Shard(way="zero1", mesh=(2,)), Checkpoint(modules=("0",))),
         (Shard(way="fsdp", mesh=(2,), units=("0", "1")),),
         (Shard(way="fsdp", mesh=(2,), offload=True),),
     ],
-    ids=["DDP", "DDP in fp16", "DDP with 8-bit state", "ZeRO-1", "FSDP2", "offloaded"],
+    ids=["DDP", "DDP in fp16", "DDP with 8-bit state", "ZeRO-1", "ZeRO-1, checkpointed", "FSDP2", "offloaded"],
 )
 def test_a_resumed_file_prints_and_saves_what_an_uninterrupted_one_does(decisions, tmp_path):
     path, clipped = emitted_for_module(tmp_path, *decisions), ("--max-grad-norm", 1e-6)

@@ -108,6 +108,8 @@ class Training:
     decisions: Callable[[torch.nn.Module], tuple[Decision, ...]] = lambda model: ()
     """Decisions besides the sharding."""
     shard: Callable[[torch.nn.Module, int], Shard]
+    parallelize: Callable | None = None
+    """The user's own function that divides the model; None if the planner does it."""
     max_grad_norm: float | None = None
     loss_weight: Callable | None = None
     optimizer: Callable = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
@@ -184,6 +186,7 @@ def applied(
         loss_fn=loss_fn,
         max_grad_norm=training.max_grad_norm,
         loss_weight=training.loss_weight,
+        parallelize=training.parallelize if decisions else None,
     )
 
 
@@ -222,9 +225,10 @@ def rank_of(training: Training, rank: int, folder: str) -> tuple[dict[str, torch
     compute_losses_in_double()
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=training.cards)
     model, batch, loss_fn = built(training)
-    samples = samples_of(batch) // training.cards
-    part = _rows(batch, rank * samples, samples)
-    decisions = (training.shard(model, training.cards), *training.decisions(model))
+    shard = training.shard(model, training.cards)
+    samples, alike = samples_of(batch) // shard.divides_batch_by, training.cards // shard.divides_batch_by
+    part = _rows(batch, rank // alike * samples, samples)
+    decisions = (shard, *training.decisions(model))
     rewritten = applied(training, model, samples, loss_fn, part, *decisions)
     losses = [rewritten.step(part).double() for _ in range(STEPS)]
     for loss in losses:
@@ -258,7 +262,10 @@ def together(training: Training) -> list[tuple[dict[str, torch.Tensor], list[flo
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.thorough_after(3)
 def test_several_cards_train_as_one_does(name):
-    training = TRAININGS[name]
+    assert_trains_as_one_card(TRAININGS[name])
+
+
+def assert_trains_as_one_card(training: Training) -> None:
     (expected, losses), ranks = run_in_child(lambda: alone(training)), together(training)
     before = {key: value.clone() for key, value in built(training)[0].state_dict().items()}
     assert any(not torch.equal(before[key], value) for key, value in expected.items() if value.is_floating_point())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import gc
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
 
 from planner.recording.recorder import Recorder
 from planner.recording.rehearsal import make_virtual, record_steps
@@ -21,6 +25,7 @@ from planner.virtual_gpu import backend, ranks
 from planner.virtual_gpu.backend import VirtualGpuMode
 from planner.virtual_gpu.forked_process import Child, run_in_child
 from planner.virtual_gpu.library_patches import let_libraries_take_fakes_for_real
+from planner.workload.call_convention import Parallelize
 from planner.workload.optimizer_choice import Optimizers, for_copies
 from planner.workload.workload import Workload, tensors_of
 from tests.support.truth import STEPS, Case
@@ -33,6 +38,8 @@ class RankCase:
     step: Case
     cards: int
     """Number of processes."""
+    parallelize: Parallelize | None = None
+    """The function that divides the model; None if the planner does it."""
 
 
 def truth(case: RankCase) -> list[StepGraph]:
@@ -43,7 +50,7 @@ def truth(case: RankCase) -> list[StepGraph]:
     def run(rank: int, folder: str) -> StepGraph:
         alone()
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=case.cards)
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), _until_gloo_lets_go():
             graph = _recorded(case, work, work.batch, optimizers)
         dist.barrier()
         return graph
@@ -77,6 +84,36 @@ def rehearsal(case: RankCase, rank: int, device: str = "cpu") -> StepGraph:
     return run_in_child(run)
 
 
+@contextlib.contextmanager
+def _until_gloo_lets_go() -> Iterator[None]:
+    """Context in which waiting for a collective also waits until gloo's thread holds its tensors no longer.
+
+    The thread lets go of them a moment after it has woken the waiting process, at a time that differs from run to run.
+    """
+
+    def longer(wait: Callable) -> Callable:
+        def call(tensor: torch.Tensor, *arguments: object, **options: object) -> object:
+            result = wait(tensor, *arguments, **options)
+            end = time.monotonic() + 0.2
+            while _holders(tensor) > 1 and time.monotonic() < end:
+                time.sleep(0.001)
+            return result
+
+        return call
+
+    with (
+        mock.patch.object(_functional_collectives, "wait_tensor", longer(_functional_collectives.wait_tensor)),
+        mock.patch.object(dist, "all_reduce", longer(dist.all_reduce)),
+    ):
+        yield
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor and its storage are referred to; gloo has references, and gathers into views."""
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is the storage object of Python
+    return max(tensor._use_count(), storage)
+
+
 def alone() -> None:
     """Makes a child process of a test deterministic: one thread, no garbage collection."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -105,6 +142,7 @@ def _recorded(
             batch_size=work.batch_size,
             loss_fn=work.loss_fn,
             max_grad_norm=case.step.max_grad_norm,
+            parallelize=case.parallelize,
         )
         rewritten.step.observers = ()
         return rewritten.step, rewritten.optimizers
