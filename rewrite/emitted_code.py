@@ -7,6 +7,10 @@ import json
 import math
 from collections.abc import Iterable
 
+from planner.plan_types.decision_base import cards_of
+from planner.plan_types.plan import Plan
+from planner.profiles.links import CARDS_PER_NODE
+
 WIDTH = 120
 """Maximum length of an emitted line."""
 
@@ -118,3 +122,16 @@ def _one_line(value: object) -> str:
             return f'float("{value}")'
         case _:
             return repr(value)
+
+
+def torchrun(plan: Plan) -> str:
+    """Return the command that starts a file on the cards of a plan for several, without the name of the file.
+
+    If the cards are in several machines, the command is for each of them, and HOST is the name of one of them.
+    """
+    cards = cards_of(plan.decisions)
+    machines = -(-cards // (plan.cards_per_node or CARDS_PER_NODE))
+    if machines == 1:
+        return f"torchrun --nproc-per-node {cards}"
+    where = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun --nnodes {machines} --nproc-per-node {-(-cards // machines)} {where}"

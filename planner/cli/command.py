@@ -27,6 +27,7 @@ from planner.cli.option_checks import emitted_form, refuse_unknown_values, refus
 from planner.cli.options import parser
 from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import BudgetError, MachineError, PlannerError, WorkloadError
+from planner.plan_types.decision_base import cards_of
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
 from planner.plan_types.tradeoff import Tradeoff
 from planner.plan_types.words import DEFAULT_SECONDS
@@ -96,6 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(lines, file=out)
         for path in written:
             print(f"wrote {path}", file=sys.stderr)
+        if emitted_form(options) == "python" and not isinstance(answer, Tradeoff) and cards_of(answer.decisions) > 1:
+            from planner.rewrite.emitted_code import torchrun
+
+            print(f"start it with: {torchrun(answer)} {options.emit}", file=sys.stderr)
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
 
 

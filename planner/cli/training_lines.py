@@ -13,7 +13,7 @@ from planner.plan_types.decision_base import cards_of, optimizer_kernel_of
 from planner.plan_types.plan import Plan
 from planner.plan_types.words import Loop
 from planner.profiles.links import CARDS_PER_NODE
-from planner.rewrite.emitted_code import environment_source
+from planner.rewrite.emitted_code import environment_source, torchrun
 from planner.rewrite.emitter.model_source import adapted_model
 from planner.rewrite.rules.allocator import environment_of
 from planner.rewrite.trainer.arguments import micro_batches, training_arguments
@@ -186,7 +186,7 @@ def _trainer_on_cards(plan: Plan) -> str:
     settings = training_arguments(plan, output_dir="out")
     arguments = "".join(f"    {name}={value!r},\n" for name, value in settings.items())
     return f"""\
-# torchrun --nproc-per-node {cards_of(plan.decisions)} train.py
+# {torchrun(plan)} train.py
 arguments = transformers.TrainingArguments(  # before the model is loaded
 {arguments})
 {_model_lines(plan)}\

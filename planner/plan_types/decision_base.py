@@ -317,6 +317,11 @@ def cards_of(decisions: Iterable[Decision]) -> int:
     return max((decision.cards for decision in decisions), default=1)
 
 
+def parts_of_batch(decisions: Iterable[Decision]) -> int:
+    """Returns the number of parts into which several cards divide the batch; 1 for one card."""
+    return max((decision.divides_batch_by for decision in decisions), default=1)
+
+
 def allocator_options_of(decisions: Iterable[Decision]) -> dict[str, str]:
     """Options of the caching allocator by their names in PYTORCH_ALLOC_CONF; empty for its defaults."""
     return {name: value for decision in decisions for name, value in decision.allocator_options.items()}

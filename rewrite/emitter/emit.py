@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from planner.errors import PlanFileError
 from planner.plan_types.plan import Plan, write_atomically
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
-from planner.rewrite.emitted_code import WIDTH, EmittedCode, environment_source
+from planner.rewrite.emitted_code import WIDTH, EmittedCode, environment_source, torchrun
 from planner.rewrite.emitter import own_step_source
 from planner.rewrite.emitter.check_source import CheckSource, check_source
 from planner.rewrite.emitter.header import header
@@ -31,11 +31,10 @@ from planner.workload.torch_optimizers import may_take_sparse
 
 
 def emit(plan: Plan, path: str | pathlib.Path) -> None:
-    """Write `source(plan)` to a file. The file is replaced atomically, so it is never incomplete.
+    """Write `source(plan)` to a file. An existing file is replaced atomically, so it is never incomplete.
 
     Args:
-        plan: The plan.
-        path: Where the file is written. An existing file is replaced.
+        path: Where the file is written.
 
     Raises:
         PlanFileError: if the file cannot be written, or if the configuration file of the model cannot be read.
@@ -54,7 +53,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py", folder: pathlib.Path
 
     Args:
         plan: The plan.
-        file_name: Name of the file, which the text mentions.
+        file_name: Name of the file, for the text.
         folder: Folder of the file, from which the text names the user's own file; None to name its absolute path.
 
     Raises:
@@ -363,8 +362,8 @@ def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: 
     named = [*(["scaler=scaler"] if scaled else []), *own]
     call = f"training_step({', '.join(['model', 'optimizer', 'batch', *named])})"
     if any(fragment.cards > 1 for fragment in fragments):
-        clip = ["max_grad_norm=arguments.max_grad_norm"]
-        return main_of_rank(model, fragments, [*named, *clip])
+        named.append("max_grad_norm=arguments.max_grad_norm")
+        return main_of_rank(model, fragments, named, launcher=torchrun(plan))
     lines = [
         "def main():",
         '    parser = argparse.ArgumentParser(description="Train a few steps on random data.")',

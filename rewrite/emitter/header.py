@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from planner.plan_types.categories import Category
-from planner.plan_types.decision_base import Role, cards_of, with_roles
+from planner.plan_types.decision_base import Role, cards_of, parts_of_batch, with_roles
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import margin_bytes
 from planner.profiles.links import CARDS_PER_NODE
@@ -70,7 +70,7 @@ def _command(plan: Plan, file_name: str) -> str:
     options = [
         *([("--vram", _size(plan.vram_bytes))] if plan.vram_bytes is not None else []),
         *([] if margin is None else [("--margin", margin)]),
-        ("--batch-size", str(plan.workload.batch_size * cards_of(plan.decisions))),
+        ("--batch-size", str(plan.workload.batch_size * parts_of_batch(plan.decisions))),
         *([("--seq-len", str(plan.workload.seq_len))] if plan.workload.seq_len is not None else []),
         *([] if is_own else [("--optimizer", plan.workload.optimizer)]),
         *([plan.model.adapter.option] if plan.model.adapter is not None else []),
@@ -94,10 +94,12 @@ def _cards_on_command_line(plan: Plan) -> list[tuple[str, ...]]:
     shard, per_node = _sharding(plan), plan.cards_per_node
     if not shard:
         return []
+    names, mesh = shard.get("dimensions", ()), shard["mesh"]
+    sizes = ",".join(map("{}={}".format, names, mesh)) if names else "x".join(map(str, mesh))
     return [
         ("--cards", str(cards_of(plan.decisions))),
-        ("--sharding", shard["way"]),
-        *([("--mesh", "x".join(map(str, shard["mesh"])))] if len(shard["mesh"]) > 1 else []),
+        *([("--parallelize", shard["function"])] if shard.get("function") else [("--sharding", shard["way"])]),
+        *([("--mesh", sizes)] if names or len(mesh) > 1 else []),
         *([("--offload-shards",)] if shard.get("offload") else []),
         *([("--link", plan.link)] if plan.link is not None else []),
         *([("--cards-per-node", str(per_node))] if per_node not in (None, CARDS_PER_NODE) else []),
@@ -109,10 +111,12 @@ def _cards_in_python(plan: Plan) -> list[str]:
     shard = _sharding(plan)
     if not shard:
         return []
+    names = shard.get("dimensions", ())
+    mesh = dict(zip(names, shard["mesh"], strict=True)) if names else tuple(shard["mesh"])
     return [
         f"cards={cards_of(plan.decisions)}",
-        f"sharding={shard['way']!r}",
-        *([f"mesh={tuple(shard['mesh'])!r}"] if len(shard["mesh"]) > 1 else []),
+        "parallelize=parallelize" if shard["way"] == "own" else f"sharding={shard['way']!r}",
+        *([f"mesh={mesh!r}"] if names or len(shard["mesh"]) > 1 else []),
         *([f"link={plan.link!r}"] if plan.link is not None else []),
     ]
 
@@ -154,7 +158,10 @@ def _size(size_bytes: int) -> str:
 
 def _decisions(plan: Plan) -> list[str]:
     cards = cards_of(plan.decisions)
-    batch = f"a batch of {plan.workload.batch_size} samples{'' if cards == 1 else f' on each of {cards} cards'}"
+    parts = parts_of_batch(plan.decisions)
+    batch = f"a batch of {plan.workload.batch_size} samples"
+    if cards > 1:
+        batch += f" on each of {cards} cards" if parts == cards else f" for each {cards // parts} of {cards} cards"
     return [f"{batch}, optimizer {plan.workload.optimizer}", *(decision.describe() for decision in plan.decisions)]
 
 

@@ -13,13 +13,16 @@ def receives_weights(model: ModelSource, fragments: Sequence[EmittedCode]) -> bo
     return bool(model.structure) and any(fragment.receives for fragment in fragments)
 
 
-def main_of_rank(model: ModelSource, fragments: Sequence[EmittedCode], arguments: Sequence[str]) -> str:
+def main_of_rank(
+    model: ModelSource, fragments: Sequence[EmittedCode], arguments: Sequence[str], *, launcher: str
+) -> str:
     """Return the source of `main`, which trains a few steps on random data in each of several processes.
 
     Args:
         model: the parts of the file that build the model.
         fragments: the code of the rules.
         arguments: further arguments of the training step, after model, optimizer and batch.
+        launcher: the command that starts the file, without its name.
     """
     cards = max(fragment.cards for fragment in fragments)
     scaled = any(fragment.scaled for fragment in fragments)
@@ -36,7 +39,7 @@ def main_of_rank(model: ModelSource, fragments: Sequence[EmittedCode], arguments
         *(f"    {line}" for line in _arguments(model, fragments)),
         "    arguments = parser.parse_args()",
         f'    if os.environ.get("WORLD_SIZE") != "{cards}":',
-        f'        raise SystemExit("start this file with: torchrun --nproc-per-node {cards} " + __file__)',
+        f'        raise SystemExit("start this file with: {launcher} " + __file__)',
         f'    backend = "{"cpu:gloo,cuda:nccl" if on_host else "nccl"}" if arguments.device == "cuda" else "gloo"',
         "    torch.distributed.init_process_group(backend)",
         '    if arguments.device == "cuda":',

@@ -288,6 +288,35 @@ def test_the_header_of_a_file_for_several_cards_has_the_command_that_plans_for_t
     assert f"cards={cards}, sharding='{decision.way}'" in " ".join(call.split())
 
 
+def test_the_header_for_a_dividing_function_of_the_users_own_has_it_and_its_mesh():
+    batch = tokens()
+    own = Shard(way="own", mesh=(2, 4), dimensions=("dp", "tp"), function="tests/support/own_parallelism.py:tensor")
+    plan = plan_for(seeded(roberta), batch, own, reference="tests/fixtures/roberta")
+    text = header(plan, "step.py")
+    (command,) = re.findall(r"^    plan .*?(?<!\\)$", text, re.DOTALL | re.MULTILINE)
+    options = parser().parse_args(shlex.split(command.replace("\\\n", " "))[1:])
+    assert (options.cards, options.parallelize, options.sharding) == (8, own.function, None)
+    assert options.batch_size == 2 * len(batch["input_ids"])
+    assert "--mesh dp=2,tp=4" in text and "samples for each 4 of 8 cards" in text
+    call = header(dataclasses.replace(plan, model=dataclasses.replace(plan.model, reference=None)), "step.py")
+    assert "cards=8, parallelize=parallelize, mesh={'dp': 2, 'tp': 4}" in " ".join(call.split())
+
+
+@pytest.mark.parametrize(
+    ("cards", "per_node", "command"),
+    [
+        (8, None, "torchrun --nproc-per-node 8"),
+        (16, None, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
+        (16, 16, "torchrun --nproc-per-node 16"),
+        (4, 2, "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
+    ],
+)
+def test_a_file_names_the_command_that_starts_it_on_each_machine(cards, per_node, command):
+    plan = plan_for(seeded(roberta), tokens(), Shard(way="ddp", mesh=(cards,)), reference="tests/fixtures/roberta")
+    plan = dataclasses.replace(plan, cards_per_node=per_node)
+    assert f'raise SystemExit("start this file with: {command} " + __file__)' in source(plan)
+
+
 def test_a_causal_model_is_counted_without_its_first_labels(tmp_path):
     model = seeded(gpt2)
     config = tmp_path / "config.json"
