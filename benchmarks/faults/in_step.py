@@ -38,7 +38,7 @@ FAULTS = (
         path="rewrite/step.py",
         old="""            if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            clip_gradients(self.module, self.max_grad_norm)
+            (clip_divided_gradients if self._is_divided else clip_gradients)(self.module, self.max_grad_norm)
 """,
         new="""            clip_gradients(self.module, self.max_grad_norm)
             if self.scaler is not None:
@@ -218,7 +218,7 @@ FAULTS = (
     ),
     Fault(
         name="apply-takes-any-model",
-        path="rewrite/application.py",
+        path="planner/plan_types/fingerprint.py",
         old="    if fingerprint(model) == plan.model.fingerprint:\n",
         new="    if len(fingerprint(model)) == len(plan.model.fingerprint):\n",
         tests=("tests/rewrite/test_application.py::test_a_plan_for_another_model_is_refused",),
