@@ -78,6 +78,8 @@ def plan(
     mesh: tuple[int, ...] | Mapping[str, int] | None = None,
     parallelize: Parallelize | None = None,
     sharding: Sharding | None = None,
+    offload_shards: bool = False,
+    cards_per_node: int | None = None,
     link: str | None = None,
     time_limit: str | float | None = None,
     progress: bool | Report | None = None,
@@ -142,6 +144,10 @@ def plan(
         sharding: with `cards`: "ddp" (a copy on each card), "zero1" (the same, with divided optimizer state), "fsdp"
             (FSDP2: parameters, gradients and state are divided) or "zero2" (FSDP2 whose parameters stay gathered
             between forward and backward); None to choose the fastest one that fits.
+        offload_shards: with `cards`: True to keep shards, their gradients and the optimizer state in host memory, where
+            the optimizer then runs (FSDP2's `CPUOffloadPolicy`).
+        cards_per_node: with `cards`: number of cards in a machine; None for 8. Between machines the step time counts a
+            network instead of the link.
         link: with `cards`: the link between them, such as "nvlink-4" or "pcie"; None for the fastest one of the card.
         time_limit: maximum time for planning, such as "30s" or a number of seconds; None for no limit. When it is over,
             the best plan that has been certified is returned, and its first note says what was not tried.
@@ -181,7 +187,15 @@ def plan(
     )
     run = RunRequest(eval_batch_size=eval_batch_size, between=between)
     reference = None if parallelize is None else reference_of(parallelize)
-    together = several_cards(cards, mesh=mesh, parallelize=reference, way=sharding, link=link)
+    together = several_cards(
+        cards,
+        mesh=mesh,
+        parallelize=reference,
+        way=sharding,
+        offload=offload_shards,
+        per_node=cards_per_node,
+        link=link,
+    )
     question = Question(
         work=work, gpu=gpu, vram=vram, constraints=constraints, alloc_conf=alloc_conf, run=run, cards=together
     )

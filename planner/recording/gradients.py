@@ -127,7 +127,11 @@ class Updates:
     def _before_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Hook that runs before every `optimizer.step`."""
         self._depth += 1
-        if not any(self._table.watches(local_part(parameter)) for parameter in _parameters_of(optimizer)):
+        # Parameters of the model are known by their identity, too: offloaded shards are not on the device.
+        if not any(
+            id(parameter) in self._names or self._table.watches(local_part(parameter))
+            for parameter in _parameters_of(optimizer)
+        ):
             raise WorkloadError(
                 f"the step calls step() of {type(optimizer).__name__}, which has no parameter of the model: give this "
                 "optimizer as optimizer=..., and use the one that the step function gets"

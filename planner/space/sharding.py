@@ -123,8 +123,8 @@ def several_cards(
     if count is None or count == 1:
         if mesh or way or offload or link or per_node or parallelize is not None:
             raise WorkloadError(
-                "mesh, sharding, parallelize and link describe several cards: give their number, at least 2, with "
-                "cards (--cards)"
+                "mesh, sharding, offload_shards, cards_per_node, parallelize and link describe several cards: give "
+                "their number, at least 2, with cards (--cards)"
             )
         return None
     is_number = type(count) is int
