@@ -14,6 +14,7 @@ from planner.plan_types.decisions import Decision
 from planner.rewrite import step_state
 from planner.rewrite.portable.batch_slicing import marking_last
 from planner.rewrite.portable.loss_and_clipping import clip_divided_gradients, clip_gradients, weighted
+from planner.rewrite.portable.loss_terms import share_of_part
 from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import Calling, LossFn, loss_of
 from planner.workload.torch_optimizers import several_processes, why_not_dense, why_not_sparse
@@ -124,7 +125,7 @@ class TrainingStep:
         share = None if self._rank_share is None else self._rank_share(batch)
         for part, weight, no_sync in self._micro_batches(batch):
             if share is not None:
-                weight = share if weight is None else share * weight
+                weight = share_of_part(share, weight)
             with no_sync:
                 loss = self._loss(part, weight)
                 if weight is not None:

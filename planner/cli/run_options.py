@@ -74,6 +74,7 @@ def add_cards(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--parallelize",
+        type=_function,
         metavar="FILE.py:FUNCTION",
         help="with --cards: your own function(model, mesh), which divides the model among the cards (tensor "
         "parallelism, FSDP2 or both)",
@@ -104,6 +105,20 @@ def _mesh(text: str) -> tuple[int, ...] | dict[str, int]:
         raise argparse.ArgumentTypeError(
             f"'{text}' is not a mesh: give numbers of cards, such as 2x4, or with names, such as dp=2,tp=4"
         ) from None
+
+
+def _function(text: str) -> str:
+    """Checks that the text names a function of a file that exists, or of a module."""
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not the name of a function: give FILE.py:FUNCTION, or package.module:FUNCTION"
+        )
+    if place.lower().endswith(".py") and not pathlib.Path(place).is_file():
+        raise argparse.ArgumentTypeError(
+            f"file '{place}' does not exist: give the file that defines {name}(model, mesh)"
+        )
+    return text
 
 
 def _number_of_cards(text: str) -> int | str:

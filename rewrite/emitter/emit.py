@@ -247,7 +247,7 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
     if split:
         weigh = "if weight is not None:\n    loss = weighted(loss, weight)\n"
         if share:
-            weigh = "loss = weighted(loss, share if weight is None else share * weight)\n"
+            weigh = "loss = weighted(loss, share_of_part(share, weight))\n"
         compute = forward + weigh + backward
         # On several cards, gradients may be reduced only in the backward of the last micro-batch.
         before = next((fragment.before_micro_batch for fragment in fragments if fragment.before_micro_batch), "")

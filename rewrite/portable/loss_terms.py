@@ -57,3 +57,16 @@ def share_of_rank(batch, *, batch_size, loss_terms, not_by_sample=(), alike=1):
     total = terms.clone()
     torch.distributed.all_reduce(total)
     return terms * torch.distributed.get_world_size() / total
+
+
+def share_of_part(share, weight):
+    """Return the factor for the loss of a micro-batch: the share of the rank times the micro-batch's weight.
+
+    If no term of the rank's batch counts (all labels are ignored), the weights of its micro-batches are 0/0. Return 0
+    then, not NaN, because other ranks may have terms.
+
+    weight: None if the batch of the rank is not split.
+    """
+    if weight is None or not isinstance(share, torch.Tensor):
+        return share if weight is None else share * weight
+    return torch.where(share == 0, 0.0, share * weight)

@@ -37,7 +37,7 @@ from planner.rewrite.emitted_code import EmittedCode, assignment, literal
 from planner.rewrite.loss_terms import loss_terms_of, terms_source
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, marking_last
 from planner.rewrite.portable.loss_and_clipping import clip_divided_gradients, weighted
-from planner.rewrite.portable.loss_terms import share_of_rank
+from planner.rewrite.portable.loss_terms import share_of_part, share_of_rank
 from planner.rewrite.portable.rank_states import (
     copy_settings,
     load_checkpoint,
@@ -250,12 +250,18 @@ def fullest_rank(decision: Shard, optimizer: torch.optim.Optimizer) -> int:
     return sizes.index(max(sizes))
 
 
+def _share_functions(plan: Plan) -> list[Callable]:
+    """Return the functions with which an emitted step weighs the loss of a rank."""
+    split = [share_of_part] if micro_batches_of(plan.decisions) > 1 else []
+    return [share_of_rank, *split, count_samples, map_tensors, weighted]
+
+
 def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     """Return the code that does the same as `shard` in an emitted file, which torchrun starts on each card."""
     if decision.way == "own":
         return _own_source(plan, decision)
     terms = terms_source(plan)
-    functions: list[Callable] = [share_of_rank, count_samples, map_tensors, weighted]
+    functions = _share_functions(plan)
     reduces_once = decision.reduces_once and micro_batches_of(plan.decisions) > 1
     if reduces_once:
         functions.append(marking_last)
@@ -347,7 +353,7 @@ def _own_source(plan: Plan, decision: Shard) -> EmittedCode:
         named = ", not_by_sample=NOT_BY_SAMPLE" if plan.workload.not_by_sample else ""
         share = f"share_of_rank(batch, batch_size=BATCH_SIZE, loss_terms=loss_terms{named}, alike={alike})"
         code = dataclasses.replace(terms_source(plan), share=share)
-        functions += [share_of_rank, count_samples, map_tensors, weighted]
+        functions += _share_functions(plan)
     return dataclasses.replace(
         code,
         imports=(

@@ -91,3 +91,11 @@ def test_accelerate_gets_a_config_and_one_card_needs_no_sharding(folder, tmp_pat
     planned(folder, "--cards", "fewest", *options)
     config = yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
     assert (config["distributed_type"], config["num_processes"], config["mixed_precision"]) == ("NO", 1, "no")
+
+
+@pytest.mark.parametrize(("value", "reason"), [("own.py", "is not the name of a function"), ("own.py:f", "own.py")])
+def test_parallelize_has_to_name_a_function_of_a_file_that_exists(value, reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["model", "--cards", "2", "--parallelize", value]) == 2
+    error = capsys.readouterr().err
+    assert "argument --parallelize" in error and reason in error

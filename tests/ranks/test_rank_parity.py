@@ -73,6 +73,13 @@ def with_ignored_labels(build: Callable) -> Callable:
     return built
 
 
+def half_ignored() -> tuple[torch.nn.Module, dict[str, torch.Tensor], Callable | None]:
+    """A Llama and a batch in whose first half all labels are ignored: the first of two ranks has none that counts."""
+    model, batch, loss_fn = LLAMA()
+    batch["labels"][: SAMPLES // 2] = -100
+    return model, batch, loss_fn
+
+
 def language(kind: str, head: str, **settings: object) -> Callable:
     return with_ignored_labels(hugging_face(kind, head, batch_size=SAMPLES, **settings))
 
@@ -169,6 +176,9 @@ TRAININGS = {
     ),
     "DDP": Training(build=LLAMA, shard=copies("ddp")),
     "DDP, accumulated": Training(build=LLAMA, shard=copies("ddp"), decisions=lambda model: (SPLIT,)),
+    "a rank without labels, FSDP2": Training(build=half_ignored, shard=fsdp, decisions=lambda model: (SPLIT,)),
+    "a rank without labels, DDP": Training(build=half_ignored, shard=copies("ddp"), decisions=lambda model: (UNEVEN,)),
+    "a rank without labels, whole batch": Training(build=half_ignored, shard=copies("ddp")),
     "ZeRO-1": Training(build=LLAMA, shard=copies("zero1")),
     "ZeRO-1, tied": Training(build=tied, shard=copies("zero1")),
 }  # fmt: skip
