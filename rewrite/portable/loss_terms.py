@@ -50,13 +50,18 @@ def share_of_rank(batch, *, batch_size, loss_terms, not_by_sample=(), alike=1):
         twice = map_tensors(lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor, batch)
         if loss_terms(twice, 2 * samples) == 1:
             return torch.distributed.get_world_size() / alike
-    if not isinstance(terms, torch.Tensor):
-        devices = []
-        map_tensors(lambda tensor: devices.append(tensor.device), batch)
-        terms = torch.full((), float(terms), dtype=torch.float64, device=devices[0])
-    total = terms.clone()
+    total = as_tensor(terms, batch).clone()
     torch.distributed.all_reduce(total)
     return terms * torch.distributed.get_world_size() / total
+
+
+def as_tensor(terms, batch):
+    """Return a number of terms as a tensor on the device of the batch. A tensor is returned unchanged."""
+    if isinstance(terms, torch.Tensor):
+        return terms
+    devices = []
+    map_tensors(lambda tensor: devices.append(tensor.device), batch)
+    return torch.full((), float(terms), dtype=torch.float64, device=devices[0])
 
 
 def share_of_part(share, weight):

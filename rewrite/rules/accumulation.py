@@ -25,6 +25,7 @@ from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.loss_terms import loss_terms_of, terms_source
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, samples_between
 from planner.rewrite.portable.loss_and_clipping import weighted
+from planner.rewrite.portable.loss_terms import as_tensor
 from planner.rewrite.rewriting import Rewriting
 
 
@@ -59,14 +60,16 @@ def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms, not_by_sam
 
     The weight is the fraction of the batch's terms that are in the micro-batch. `loss_terms(batch, samples)` returns
     the number of terms that the loss is a mean over. A batch that fits into one micro-batch is yielded whole, with the
-    weight None. A micro-batch without terms is left out. Every micro-batch gets the tensors whose paths `not_by_sample`
-    names, such as 'mask', whole.
+    weight None. A micro-batch without terms is left out if one process trains; several processes wait for each other in
+    every micro-batch. Every micro-batch gets the tensors whose paths `not_by_sample` names, such as 'mask', whole.
     """
     samples = count_samples(batch, batch_size, not_by_sample)
     if samples <= micro_batch_size:
         yield batch, None
         return
     terms = loss_terms(batch, samples)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        terms = as_tensor(terms, batch)
     if not isinstance(terms, torch.Tensor) and terms == 0:
         raise ValueError("the loss of this batch, which is a mean over zero terms, has no gradient: skip the batch")
     for start in range(0, samples, micro_batch_size):
@@ -83,7 +86,7 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> EmittedCode:
     arguments = "batch, micro_batch_size=MICRO_BATCH_SIZE, batch_size=BATCH_SIZE, loss_terms=loss_terms"
     if plan.workload.not_by_sample:
         arguments += ", not_by_sample=NOT_BY_SAMPLE"
-    functions: list[Callable] = [micro_batches, samples_between, count_samples, map_tensors]
+    functions: list[Callable] = [micro_batches, as_tensor, samples_between, count_samples, map_tensors]
     first, *others = terms.constants
     return dataclasses.replace(
         terms,

@@ -37,7 +37,7 @@ from planner.rewrite.emitted_code import EmittedCode, assignment, literal
 from planner.rewrite.loss_terms import loss_terms_of, terms_source
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, marking_last
 from planner.rewrite.portable.loss_and_clipping import clip_divided_gradients, weighted
-from planner.rewrite.portable.loss_terms import share_of_part, share_of_rank
+from planner.rewrite.portable.loss_terms import as_tensor, share_of_part, share_of_rank
 from planner.rewrite.portable.rank_states import (
     copy_settings,
     load_checkpoint,
@@ -253,7 +253,7 @@ def fullest_rank(decision: Shard, optimizer: torch.optim.Optimizer) -> int:
 def _share_functions(plan: Plan) -> list[Callable]:
     """Return the functions with which an emitted step weighs the loss of a rank."""
     split = [share_of_part] if micro_batches_of(plan.decisions) > 1 else []
-    return [share_of_rank, *split, count_samples, map_tensors, weighted]
+    return [share_of_rank, as_tensor, *split, count_samples, map_tensors, weighted]
 
 
 def shard_source(plan: Plan, decision: Shard) -> EmittedCode:

@@ -80,6 +80,11 @@ def half_ignored() -> tuple[torch.nn.Module, dict[str, torch.Tensor], Callable |
     return model, batch, loss_fn
 
 
+def counted(batch: dict[str, torch.Tensor]) -> int:
+    """The number of labels that count, as a Python integer."""
+    return int(batch["labels"][..., 1:].ne(-100).sum())
+
+
 def language(kind: str, head: str, **settings: object) -> Callable:
     return with_ignored_labels(hugging_face(kind, head, batch_size=SAMPLES, **settings))
 
@@ -179,6 +184,9 @@ TRAININGS = {
     "a rank without labels, FSDP2": Training(build=half_ignored, shard=fsdp, decisions=lambda model: (SPLIT,)),
     "a rank without labels, DDP": Training(build=half_ignored, shard=copies("ddp"), decisions=lambda model: (UNEVEN,)),
     "a rank without labels, whole batch": Training(build=half_ignored, shard=copies("ddp")),
+    "a rank without labels, whose number is an integer": Training(
+        build=half_ignored, shard=copies("ddp"), decisions=lambda model: (SPLIT,), loss_weight=counted
+    ),
     "ZeRO-1": Training(build=LLAMA, shard=copies("zero1")),
     "ZeRO-1, tied": Training(build=tied, shard=copies("zero1")),
 }  # fmt: skip
