@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import planner
-from planner.errors import PlannerError, RehearsalProcessError, WorkloadError
+from planner.errors import MachineError, PlannerError, RehearsalProcessError, WorkloadError
 
 pytestmark = pytest.mark.slow
 
@@ -191,20 +191,21 @@ def test_after_an_exception_inside_backward(given, unchanged):
 
 
 @pytest.mark.parametrize(
-    ("end", "cause"),
+    ("end", "error", "cause"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by signal 9, perhaps because host memory ran out"),
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), "killed by signal 15"),
-        (lambda: os._exit(3), "exit code 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), MachineError, "SIGKILL, perhaps because host memory ran out"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), MachineError, "it got the signal SIGTERM"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), RehearsalProcessError, "killed by signal 11"),
+        (lambda: os._exit(3), RehearsalProcessError, "exit code 3"),
     ],
-    ids=["killed", "ended", "left"],
+    ids=["killed", "ended", "crashed", "left"],
 )
-def test_after_the_child_died_under_the_model(given, unchanged, end, cause):
+def test_after_the_child_died_under_the_model(given, unchanged, end, error, cause):
     def fatal(output, batch):
         assert os.getpid() != CALLER
         end()
 
-    with pytest.raises(RehearsalProcessError, match=cause) as failure:
+    with pytest.raises(error, match=cause) as failure:
         plan(given, loss_fn=fatal)
     assert "\n" not in str(failure.value)
 
