@@ -76,7 +76,9 @@ def recorded(case: RankCase) -> dict[str, int]:
     return {**dict(zip(Category, map(int, at_peak), strict=True)), "Total": int(at_peak.sum())}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "accumulation" not in name])
+@pytest.mark.parametrize(  # the tracker does not know steps with several micro-batches
+    "name", [name for name in CASES if "accumulation" not in name and "reduced once" not in name]
+)
 def test_the_peak_and_its_kinds_are_those_of_pytorchs_tracker(name):
     theirs, ours = tracked(CASES[name]), recorded(CASES[name])
     mesh_bytes = RANK_BYTES * CASES[name].cards
