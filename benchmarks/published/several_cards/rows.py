@@ -21,7 +21,7 @@ MB, MIB = 10**6, 1 << 20
 
 
 class Measure(enum.StrEnum):
-    """What was measured on one card: the peak of bytes in tensors, or of those that PyTorch's allocator reserved."""
+    """The quantity that was measured on one card: the peak of allocated bytes, or of reserved bytes."""
 
     ALLOCATED = "allocated"
     RESERVED = "reserved"

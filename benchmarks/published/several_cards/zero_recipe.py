@@ -23,7 +23,7 @@ PUBLISHED = {
     "backward": (992, 992),
     "step": (1697, 1361),
 }
-"""What was done last -> peak in MB, without and with ZeroRedundancyOptimizer."""
+"""Published peaks in MB by the last action before them, without and with ZeroRedundancyOptimizer."""
 
 
 def train(device: torch.device, *, is_divided: bool, until: str) -> None:
