@@ -59,4 +59,4 @@ def test_the_question_for_the_fewest_cards_is_answered_for_a_smaller_model(tmp_p
     assert plan.fits
     cards = next(decision.cards for decision in plan.decisions if decision.kind == "shard")
     assert cards > 1
-    assert "1 card: does not fit" in capsys.readouterr().out
+    assert "1 card: no plan fits" in capsys.readouterr().out
