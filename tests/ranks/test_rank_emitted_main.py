@@ -241,4 +241,4 @@ def test_a_file_refuses_another_number_of_processes():
 
 def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path):
     for printed in run_main(FOLDER / "sharded_on_host.py", 2, "--resume", tmp_path, change=print_refusal):
-        assert printed.strip() == f"{tmp_path} has no checkpoint: give a folder that --checkpoint has written"
+        assert printed.strip() == f"{tmp_path} has no checkpoint: give the folder of a --checkpoint"
