@@ -45,6 +45,7 @@ from planner.rewrite.portable.rank_states import (
     refuse_other_model,
     save_checkpoint,
     training_state,
+    weights_in_4_bits,
 )
 from planner.rewrite.portable.recompute_check import attributes_of
 from planner.rewrite.rewriting import Change, Rewriting
@@ -385,7 +386,7 @@ def _part_of_batch(decision: Shard) -> str:
     return text or "0"
 
 
-_CHECKPOINT: list[Callable] = [save_checkpoint, load_checkpoint, training_state, copy_settings]
+_CHECKPOINT: list[Callable] = [save_checkpoint, load_checkpoint, training_state, weights_in_4_bits, copy_settings]
 _UNITS = "# FSDP2 gathers the parameters of each of these modules together. All other parameters form one more unit."
 _TAIL = "# The parameters of these modules together are one more unit, which stays gathered until backward."
 _SHARD_TAIL = "fully_shard([model.get_submodule(name) for name in TAIL], reshard_after_forward=False, **options)\n"
