@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from planner.plan_types.decision_base import cards_of
 from planner.plan_types.plan import Plan
@@ -122,6 +122,14 @@ def _one_line(value: object) -> str:
             return f'float("{value}")'
         case _:
             return repr(value)
+
+
+def call(function: str, arguments: Sequence[str]) -> str:
+    """Return a call in one line that may be indented once, or with one argument in each line if that is too long."""
+    line = f"{function}({', '.join(arguments)})"
+    if len(line) + len("    ") <= WIDTH:
+        return line
+    return "\n".join((f"{function}(", *(f"    {argument}," for argument in arguments), ")"))
 
 
 def torchrun(plan: Plan) -> str:

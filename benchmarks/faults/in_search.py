@@ -130,12 +130,9 @@ FAULTS = (
     ),
     Fault(
         name="chooser-takes-the-less-faithful",
-        path="planner/choose/chooser.py",
-        old=(
-            "        return min((choice for choice in found if choice.step_ns <= TIE * fastest_ns), "
-            "key=lambda choice: choice.rank)"
-        ),
-        new="        return min(found, key=lambda choice: choice.step_ns)",
+        path="planner/choose/choice.py",
+        old="    return chosen if chosen is fastest else",
+        new="    return fastest if True else",
         tests=("tests/choose/test_fitting.py::test_precision_is_not_lowered_for_a_gain_within_a_tie",),
         why="lower precision is chosen although an exact plan is as fast",
     ),

@@ -21,7 +21,7 @@ _BUFFERS: dict[str, tuple[tuple[int | str, Category], ...]] = {
     "c10d._reduce_scatter_base_.default": ((0, Category.GRADIENT), (1, Category.COMMUNICATION)),
     "c10d.allreduce_.default": ((0, Category.COMMUNICATION),),
     "fsdp.all_gather_copy_in.default": ((0, Category.COMMUNICATION),),
-    "fsdp.split_with_sizes_copy.default": (("out", Category.UNSHARDED),),
+    "fsdp.split_with_sizes_copy.default": (("out", Category.COMMUNICATION),),
     "fsdp.chunk_cat.default": (("out", Category.COMMUNICATION),),
 }
 """For each op: the arguments (position or name) whose storages have a category. An earlier category stays."""
@@ -73,8 +73,9 @@ class Ranks:
 
         FSDP2 frees unsharded parameters by resizing their storages to 0, and DTensor finds the shape of a result by
         running the op on fakes of the global shape, on the device. The result of a collective that runs is wrapped
-        in a tensor that has a storage without memory. Gradients that FSDP2 keeps whole after a micro-batch get their
-        category.
+        in a tensor that has a storage without memory. Unsharded parameters, and gradients that FSDP2 keeps whole after
+        a micro-batch, get their category. If a parameter is not divided along dimension 0, what is gathered is copied
+        once more, from a buffer to the parameter.
         """
         from torch.distributed import _functional_collectives
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -89,6 +90,13 @@ class Ranks:
             if size_bytes != before:
                 self._table.resized(storage)
             return resized
+
+        allocate = FSDPParam.alloc_all_gather_outputs
+
+        def allocate_and_note(parameter: FSDPParam) -> None:
+            allocate(parameter)
+            for tensor in parameter.all_gather_outputs:
+                self._table.mark_if_temporary(tensor, Category.UNSHARDED)
 
         keep = FSDPParam.to_accumulated_grad_if_needed
 
@@ -110,6 +118,7 @@ class Ranks:
 
         with (
             mock.patch.object(torch.UntypedStorage, "resize_", resize_and_note),
+            mock.patch.object(FSDPParam, "alloc_all_gather_outputs", allocate_and_note),
             mock.patch.object(FSDPParam, "to_accumulated_grad_if_needed", keep_and_note),
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen(propagate)),
             mock.patch.object(_functional_collectives, "_wrap_tensor_autograd", unseen(wrap)),

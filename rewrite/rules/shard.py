@@ -7,8 +7,7 @@
   its buckets; if accelerate prepares the model, they are separate tensors.
 - `ZeroRedundancyOptimizer`: as with DistributedDataParallel, but each card has the optimizer state of only a part of
   the parameters.
-- A function of the user's own, `parallelize(model, mesh)`, by PyTorch's `parallelize_module`, `fully_shard` and others
-  (`_divide_by_own_function`).
+- A function of the user's own, `parallelize(model, mesh)` (`_divide_by_own_function`).
 
 If the batch is split, gradients are reduced over the cards in each micro-batch, or once in a step: then each card adds
 up whole gradients until the last micro-batch (`no_sync`, and `set_requires_gradient_sync` of FSDP2).
@@ -33,11 +32,12 @@ from planner.errors import DecisionError
 from planner.plan_types.decision_base import divides_batch, micro_batches_of
 from planner.plan_types.decisions import Shard, ShardedPrecision
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import EmittedCode, assignment, literal
+from planner.rewrite.emitted_code import EmittedCode, assignment, call, literal
 from planner.rewrite.loss_terms import loss_terms_of, terms_source
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, marking_last
 from planner.rewrite.portable.loss_and_clipping import clip_divided_gradients, weighted
 from planner.rewrite.portable.loss_terms import as_tensor, share_of_part, share_of_rank
+from planner.rewrite.portable.placement import placement_on
 from planner.rewrite.portable.rank_states import (
     copy_settings,
     load_checkpoint,
@@ -102,6 +102,8 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
     options: dict[str, Any] = {"mesh": mesh}
     if rewriting.sharded_precision is not None:
         options["mp_policy"] = rewriting.sharded_precision
+    if not decision.prepared_by:
+        options["shard_placement_fn"] = placement_on(decision.mesh[-1])
     if decision.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=rewriting.device_type == "cuda")
     model = rewriting.model
@@ -258,6 +260,8 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     reduces_once = decision.reduces_once and micro_batches_of(plan.decisions) > 1
     if reduces_once:
         functions.append(marking_last)
+    if decision.way == "fsdp" and not decision.prepared_by:
+        functions.append(placement_on)
     receives = decision.way == "fsdp" and not decision.offload  # set_model_state_dict needs all tensors on one device
     if receives:
         functions += [receive_from_rank_0, refuse_other_model, attributes_of]
@@ -293,6 +297,8 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     options = ["mesh=mesh"]
     if any(other.kind == ShardedPrecision.kind for other in plan.decisions):
         options.append("mp_policy=SHARDED_PRECISION")
+    if not decision.prepared_by:
+        options.append(f"shard_placement_fn=placement_on({decision.mesh[-1]})")
     if decision.offload:
         options.append("offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available())")
     reshard = "reshard_after_forward=name not in KEPT, " if decision.kept else ""
@@ -302,6 +308,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
             *common.imports,
             "from torch.distributed.device_mesh import init_device_mesh",
             f"from torch.distributed.fsdp import {'CPUOffloadPolicy, ' if decision.offload else ''}fully_shard",
+            *([] if decision.prepared_by else ["import torch.distributed.tensor"]),
         ),
         constants=(
             *terms.constants,
@@ -310,7 +317,7 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
             *((_TAIL, assignment("TAIL", decision.tail)) if decision.tail else ()),
         ),
         rewriting=(
-            f"mesh = {mesh}\noptions = dict({', '.join(options)})\n",
+            f"mesh = {mesh}\n{call('options = dict', options)}\n",
             *(
                 [f"for name in UNITS:\n    fully_shard(model.get_submodule(name), {reshard}**options)\n"]
                 if decision.units

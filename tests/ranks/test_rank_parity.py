@@ -159,6 +159,7 @@ TRAININGS = {
     "three uneven shards": Training(build=with_loss(Blocks, 6, 24), shard=fsdp, cards=3),
     "kept": Training(build=LLAMA, shard=kept),
     "hybrid": Training(build=LLAMA, shard=hybrid, cards=4),
+    "fewer experts than cards": Training(build=MODELS["mixtral"], shard=fsdp, cards=4),
     "offloaded": Training(build=LLAMA, shard=offloaded),
     "clipped": Training(build=LLAMA, shard=fsdp, max_grad_norm=0.01),
     "accumulated": Training(build=LLAMA, shard=fsdp, decisions=lambda model: (SPLIT,)),

@@ -221,6 +221,30 @@ def test_the_smallest_number_of_cards_needs_a_budget_and_a_batch_that_can_be_div
         planner.plan(llama(), batch(), gpu="bare", vram="1GiB", cards="some")
 
 
+@pytest.mark.slow
+def test_weights_of_fewer_experts_than_cards_are_divided_without_padding():
+    """FSDP2 alone would pad two experts to eight: four times the memory."""
+    stacked = torch.nn.Sequential(torch.nn.Linear(256, 2), torch.nn.Linear(2, 256))
+    model = torch.nn.Sequential(torch.nn.Bilinear(256, 64, 2), stacked)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+
+    def loss_fn(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+        return output.square().mean()
+
+    class Wide(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bilinear, self.rest = model[0], stacked
+
+        def forward(self, batch: tuple) -> torch.Tensor:
+            return self.rest(self.rest(self.bilinear(*batch).repeat(1, 128)))
+
+    samples = torch.zeros(8, 256), torch.zeros(8, 64)
+    plan = planner.plan(Wide(), (samples,), loss_fn=loss_fn, gpu="bare", vram=None, cards=8, sharding="fsdp")
+    assert plan.peak.most["parameters"] < whole / 8 + 4096
+    assert plan.peak.most["unsharded parameters"] < whole + 8192
+
+
 def test_a_budget_that_cannot_hold_the_shards_is_refused_without_a_rehearsal():
     sharding = shardings(llama(), Cards(count=4, way="fsdp"))
     model = llama()

@@ -22,6 +22,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 WIDE = {**LANGUAGE, "hidden_size": 64, "num_hidden_layers": 3}
 LLAMA = hugging_face("llama", "LlamaForCausalLM", **WIDE, num_key_value_heads=2)
 BERT = hugging_face("bert", "BertForMaskedLM", **{**WIDE, "num_hidden_layers": 2})
+NARROW = with_loss(
+    lambda: torch.nn.Sequential(
+        torch.nn.Linear(24, 2, bias=False), torch.nn.GELU(), torch.nn.Linear(2, 64), torch.nn.Linear(64, 8)
+    ),
+    4,
+    24,
+)
 LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
 FSDP = Shard(way="fsdp", mesh=(2,), units=LAYERS)
 ONCE = dataclasses.replace(FSDP, reduces_once=True)
@@ -57,6 +64,7 @@ CASES = {
     ),
     "FSDP2, uneven shards": case(Shard(way="fsdp", mesh=(3,), units=LAYERS)),
     "hybrid": case(Shard(way="fsdp", mesh=(2, 2), units=LAYERS)),
+    "FSDP2, fewer rows than cards": case(Shard(way="fsdp", mesh=(4,), units=("0", "2")), build=NARROW),
     "hybrid, reduced once": case(dataclasses.replace(ONCE, mesh=(2, 2)), THREE, build=SIX_SAMPLES),
 }
 
