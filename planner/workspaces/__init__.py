@@ -7,9 +7,9 @@ workspaces that cuBLAS keeps.
 """
 
 from planner.workspaces import attention, gemm, indexing, norms, reductions
-from planner.workspaces.registry import formula_of, has_formula, is_known
+from planner.workspaces.registry import blocks_of, has_formula, is_known
 
 FORMULAS = (attention, gemm, indexing, norms, reductions)
 """The modules that define formulas. Importing them registers the formulas."""
 
-__all__ = ["FORMULAS", "formula_of", "has_formula", "is_known"]
+__all__ = ["FORMULAS", "blocks_of", "has_formula", "is_known"]
