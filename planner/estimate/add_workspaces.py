@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph, Storage
+from planner.workspaces import convolutions
 from planner.workspaces.gemm import GEMM_OPS
 from planner.workspaces.registry import Block, blocks_of
 
@@ -52,8 +53,10 @@ def _births(graph: StepGraph) -> list[list[int]]:
 def _scratch(graph: StepGraph, births: list[list[int]], card: DeviceProfile, torch_version: str) -> Iterator[Storage]:
     """Yields the scratch memory of the ops for which a formula is registered.
 
-    A block after all outputs lives for one tick. Another block lives until the tick of the output that follows it.
+    What convolutions take is asked for all of them at once. A block after all outputs lives for one tick. Another block
+    lives until the tick of the output that follows it.
     """
+    convolutions.known(((op.name, op.kernel) for op in graph.ops), card, torch_version)
     for index, op in enumerate(graph.ops):
         if op.kernel is not None:
             for block in blocks_of(op.name, op.kernel, card, torch_version):

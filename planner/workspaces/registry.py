@@ -42,6 +42,18 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CudnnSettings:
+    """The settings of `torch.backends.cudnn` with which an op ran. The defaults are PyTorch's."""
+
+    enabled: bool = True
+    allow_tf32: bool = True
+    """True if convolutions in fp32 may be rounded to TF32."""
+    deterministic: bool = False
+    benchmark: bool = False
+    """True if cuDNN chooses its algorithms by their time, which is not known without the card."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class KernelCall:
     """One call of an op: everything that the size of its scratch memory depends on."""
 
@@ -51,6 +63,7 @@ class KernelCall:
     Tensors are given as `Layout`s, and lists as tuples.
     """
     outputs: tuple[Layout, ...]
+    settings: CudnnSettings = CudnnSettings()
 
     def tensor(self, name: str) -> Layout:
         """Returns the argument `name`, which must be a tensor, as its layout."""

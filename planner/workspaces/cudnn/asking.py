@@ -1,0 +1,126 @@
+"""Finds a libcudnn on this machine, and asks it in a process of its own (`child`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+
+from planner.workspaces.cudnn.convolution import Convolution
+from planner.workspaces.cudnn.remembered import Remembered
+
+Version = tuple[int, int, int]
+
+LIBRARY_VARIABLE = "PLANNER_CUDNN"
+"""Environment variable with the path of a libcudnn.so.9, or with 'none' if no library is to be asked."""
+_SECONDS_TO_START, _SECONDS_FOR_EACH = 60.0, 0.5
+"""Time limits: loading the library reads up to a gigabyte from disk; a question takes milliseconds."""
+
+
+class CannotAskError(Exception):
+    """The library did not answer."""
+
+
+def libraries() -> tuple[pathlib.Path, ...]:
+    """Returns the files libcudnn.so.9 of this machine that can be asked: of a package of NVIDIA, or inside torch."""
+    if not sys.platform.startswith("linux"):
+        return ()
+    if chosen := os.environ.get(LIBRARY_VARIABLE):
+        return () if chosen == "none" else (pathlib.Path(chosen),)
+    folders = [*_folders_of("nvidia.cudnn", "lib"), *_folders_of("torch", "lib")]
+    paths = (folder / "libcudnn.so.9" for folder in folders)
+    return tuple(path for path in paths if path.with_name("libcudnn_engines_precompiled.so.9").exists())
+
+
+def _folders_of(package: str, folder: str) -> list[pathlib.Path]:
+    """Returns the folders of this name in a package, without importing it; empty if it is not installed."""
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # the package above it is missing
+        return []
+    return [pathlib.Path(path, folder) for path in (found and found.submodule_search_locations) or ()]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answers:
+    """What a library answered."""
+
+    version: Version
+    workspaces: dict[Convolution, int]
+    """Bytes by convolution. A convolution that the library cannot compute is missing."""
+
+
+def ask(path: pathlib.Path, capability: tuple[int, int], convolutions: Iterable[Convolution]) -> Answers:
+    """Returns the workspaces of convolutions, which are remembered on disk for the next time.
+
+    Args:
+        path: the file libcudnn.so.9.
+        capability: compute capability of the card.
+
+    Raises:
+        CannotAskError: the library cannot be loaded, or cannot answer without a card.
+    """
+    wanted = list(dict.fromkeys(convolutions))
+    try:
+        remembered = Remembered.of(path, capability)
+    except OSError as error:
+        raise CannotAskError(f"{path} cannot be read: {error}") from error
+    missing = [each for each in wanted if each.text not in remembered.workspaces]
+    if missing or remembered.version is None:
+        version, found = ask_child(path, capability, [each.text for each in missing], remembered.folder)
+        remembered = remembered.with_answers(version, dict(zip((each.text for each in missing), found, strict=False)))
+    if remembered.version is None:
+        raise CannotAskError(f"{path} did not state its version")
+    known = {each: remembered.workspaces.get(each.text) for each in wanted}
+    return Answers(remembered.version, {each: size for each, size in known.items() if size is not None and size >= 0})
+
+
+def ask_child(
+    path: pathlib.Path, capability: tuple[int, int], texts: Sequence[str], folder: pathlib.Path | None
+) -> tuple[Version, list[int]]:
+    """Returns the version of cuDNN, and bytes in the order of the questions, -1 for those that it cannot compute.
+
+    There are fewer answers than questions if a question ended the process.
+
+    Args:
+        folder: where the library that stands for libcublasLt is kept; None to remove it after the questions.
+
+    Raises:
+        CannotAskError: the library cannot be loaded, or cannot answer without a card.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        question = {
+            "library": str(path),
+            "capability": capability,
+            "folder": str(folder or temporary),
+            "convolutions": texts,
+        }
+        root = str(pathlib.Path(__file__).parents[3])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+        try:
+            run = subprocess.run(
+                [sys.executable, "-m", "planner.workspaces.cudnn.child"],
+                input=json.dumps(question),
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=_SECONDS_TO_START + _SECONDS_FOR_EACH * len(texts),
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CannotAskError(f"{path} was not asked: {error}") from error
+    first, *lines = run.stdout.splitlines() or [""]
+    try:
+        major, minor, patch = map(int, first.split())
+    except ValueError:
+        reason = (run.stderr.strip().splitlines() or [f"the process ended with code {run.returncode}"])[-1]
+        raise CannotAskError(f"{path} did not answer: {reason}") from None
+    if run.returncode and texts and not lines:
+        reason = (run.stderr.strip().splitlines() or [f"the process ended with code {run.returncode}"])[-1]
+        raise CannotAskError(f"cuDNN {major}.{minor}.{patch} ({path}) does not answer without a card: {reason}")
+    return (major, minor, patch), [int(line) if line.isdecimal() else -1 for line in lines]

@@ -1,0 +1,2 @@
+def estimated_bytes(convolution, capability):
+    return 0
