@@ -5,7 +5,7 @@
 The convolutions are those of common models, seen in a forward on the meta device, at several batch sizes. Each is asked
 in the memory formats and precisions in which people train, as forward and as both gradients. No GPU is needed. The
 libraries come from the wheels nvidia-cudnn-cu12 and nvidia-cudnn-cu13: download one with `pip download --no-deps`, and
-unpack it.
+unpack it. If a table is there already, only the convolutions that it lacks are asked.
 """
 
 from __future__ import annotations
@@ -162,6 +162,13 @@ def adversarial() -> None:
     model["discriminator"](torch.empty(1, 3, 64, 64))
 
 
+def recorded() -> None:
+    """The convolutions of a public recording of the allocator (JasperSolt/EoR_NN), whose workspaces are known."""
+    sizes = ((30, 16, 256), (16, 32, 128), (32, 64, 64))
+    for inputs, outputs, pixels in sizes:
+        nn.Conv2d(inputs, outputs, 3, padding=1)(torch.empty(1, inputs, pixels, pixels))
+
+
 PROGRAMS: dict[str, tuple[Program, Sequence[int]]] = {
     "resnet18": (image_model(lambda: vision.resnet((2, 2, 2, 2), bottleneck=False)), ALL),
     "resnet50": (image_model(lambda: vision.resnet((3, 4, 6, 3), bottleneck=True)), ALL),
@@ -177,6 +184,7 @@ PROGRAMS: dict[str, tuple[Program, Sequence[int]]] = {
     "example convnet": (example(convnet.build), USUAL),
     "example unet": (example(unet.build), (4, 8, 16, 32)),
     "example gan": (adversarial, USUAL[1:]),
+    "recorded": (recorded, FEW[:1]),
 }
 """Programs with one sample that run the convolutions of a model, with the batch sizes for which they are asked."""
 
@@ -202,6 +210,15 @@ def rows(library: pathlib.Path, capabilities: Sequence[tuple[int, int]], wanted:
         yield [tables.written(answers[place : place + len(KINDS)]) for place in range(0, len(answers), len(KINDS))]
 
 
+def asked_before(path: pathlib.Path, capabilities: Sequence[tuple[int, int]], kinds: list[str]) -> dict[str, str]:
+    """Returns the lines of a table that is there already, by the text of the sizes; empty if it has other columns."""
+    if not path.exists():
+        return {}
+    table = tables.read(path)
+    same = table.capabilities == tuple(capabilities) and list(table.kinds) == kinds
+    return dict(table.lines) if same else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=pathlib.Path, action="append", required=True)
@@ -211,6 +228,7 @@ def main() -> None:
     named = options.capabilities and [tuple(map(int, text.split("."))) for text in options.capabilities]
     wanted = shapes()
     print(f"{len(wanted)} shapes of convolutions, {len(KINDS)} kinds", flush=True)
+    kinds = [kind.text for kind in KINDS]
     options.out.mkdir(parents=True, exist_ok=True)
     for library in options.library:
         version, _ = ask_child(library, (8, 0), [], None)
@@ -219,12 +237,14 @@ def main() -> None:
             "cudnn": ".".join(map(str, version)),
             "made": f"python -m benchmarks.cudnn_tables, {datetime.date.today()}, torch {torch.__version__}",
             "capabilities": [f"{major}.{minor}" for major, minor in known],
-            "kinds": [kind.text for kind in KINDS],
+            "kinds": kinds,
         }
-        columns = list(rows(library, known, wanted))
-        lines = (f"{shape.text} {' '.join(row)}" for shape, *row in zip(wanted, *columns, strict=True))
-        content = "\n".join((json.dumps(header), *lines)) + "\n"
         path = options.out / f"{header['cudnn']}.xz"
+        lines = asked_before(path, known, kinds)
+        new = [shape for shape in wanted if shape.text not in lines]
+        columns = list(rows(library, known, new))
+        lines |= {shape.text: " ".join(row) for shape, *row in zip(new, *columns, strict=True)}
+        content = "\n".join((json.dumps(header), *(f"{each.text} {lines[each.text]}" for each in wanted))) + "\n"
         path.write_bytes(lzma.compress(content.encode(), preset=9 | lzma.PRESET_EXTREME))
         print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph, Storage
 from planner.workspaces import convolutions
+from planner.workspaces.cudnn import sources
+from planner.workspaces.cudnn.notes import notes
 from planner.workspaces.gemm import GEMM_OPS
 from planner.workspaces.registry import Block, blocks_of
 
@@ -30,6 +32,28 @@ def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -
         *_scratch(graph, births, card, torch_version),
     ]
     return dataclasses.replace(graph, storages=[*graph.storages, *added])
+
+
+def convolution_notes(graph: StepGraph, card: DeviceProfile, torch_version: str) -> tuple[str, ...]:
+    """Returns what a plan says about the workspaces of its convolutions: where they come from, and if they are exact.
+
+    Args:
+        graph: a recording of two steps. Only the first of them is counted.
+    """
+    known = _known_convolutions((op for op in graph.ops if op.step == 0), card, torch_version)
+    return tuple(
+        notes(
+            known.answers,
+            torch_version=torch_version,
+            others=known.others,
+            benchmark=known.benchmark,
+            silent=sources.reasons(),
+        )
+    )
+
+
+def _known_convolutions(ops: Iterable[Op], card: DeviceProfile, torch_version: str) -> convolutions.Known:
+    return convolutions.known(((op.name, op.kernel) for op in ops), card, torch_version)
 
 
 def unknown_ops(graph: StepGraph) -> dict[str, int]:
@@ -56,7 +80,7 @@ def _scratch(graph: StepGraph, births: list[list[int]], card: DeviceProfile, tor
     What convolutions take is asked for all of them at once. A block after all outputs lives for one tick. Another block
     lives until the tick of the output that follows it.
     """
-    convolutions.known(((op.name, op.kernel) for op in graph.ops), card, torch_version)
+    _known_convolutions(graph.ops, card, torch_version)
     for index, op in enumerate(graph.ops):
         if op.kernel is not None:
             for block in blocks_of(op.name, op.kernel, card, torch_version):

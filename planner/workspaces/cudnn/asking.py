@@ -22,6 +22,9 @@ LIBRARY_VARIABLE = "PLANNER_CUDNN"
 _SECONDS_TO_START, _SECONDS_FOR_EACH = 60.0, 0.5
 """Time limits: loading the library reads up to a gigabyte from disk; a question takes milliseconds."""
 
+_MOST_PROCESSES = 4
+"""Maximum number of processes for the questions of one call. One is enough unless a question ends the process."""
+
 
 class CannotAskError(Exception):
     """The library did not answer."""
@@ -71,12 +74,16 @@ def ask(path: pathlib.Path, capability: tuple[int, int], convolutions: Iterable[
         remembered = Remembered.of(path, capability)
     except OSError as error:
         raise CannotAskError(f"{path} cannot be read: {error}") from error
-    missing = [each for each in wanted if each.text not in remembered.workspaces]
-    if missing or remembered.version is None:
-        version, found = ask_child(path, capability, [each.text for each in missing], remembered.folder)
-        remembered = remembered.with_answers(version, dict(zip((each.text for each in missing), found, strict=False)))
-    if remembered.version is None:
-        raise CannotAskError(f"{path} did not state its version")
+    missing = [each.text for each in wanted if each.text not in remembered.workspaces]
+    for _ in range(_MOST_PROCESSES):
+        if not missing and remembered.version is not None:
+            break
+        version, found = ask_child(path, capability, missing, remembered.folder)
+        if len(found) < len(missing):
+            found.append(-1)  # the question that ended the process is not asked again
+        remembered = remembered.with_answers(version, dict(zip(missing, found, strict=False)))
+        missing = missing[len(found) :]
+    assert remembered.version is not None  # a process that does not state it is an error
     known = {each: remembered.workspaces.get(each.text) for each in wanted}
     return Answers(remembered.version, {each: size for each, size in known.items() if size is not None and size >= 0})
 

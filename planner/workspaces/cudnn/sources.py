@@ -6,7 +6,8 @@ The sources, best first:
 2. the planner's tables for this version,
 3. a libcudnn of this machine of another version,
 4. the planner's table for the nearest version or card,
-5. a formula.
+5. the same convolution with another number of samples in the table,
+6. a formula.
 
 The answers of the first two are what cuDNN takes. The others are estimates.
 """
@@ -18,12 +19,12 @@ import dataclasses
 import enum
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from planner.workspaces.cudnn import tables
 from planner.workspaces.cudnn.asking import LIBRARY_VARIABLE, CannotAskError, Version, ask, libraries
 from planner.workspaces.cudnn.convolution import Convolution
-from planner.workspaces.cudnn.fallback import estimated_bytes
+from planner.workspaces.cudnn.fallback import estimated_bytes, scaled_bytes
 from planner.workspaces.cudnn.versions import expected, is_of_cuda_build, knows
 
 
@@ -32,6 +33,7 @@ class Source(enum.Enum):
 
     LIBRARY = "asked of a libcudnn on this machine"
     TABLE = "from the planner's tables"
+    SCALED = "scaled from another batch size in the planner's tables"
     FORMULA = "by a formula"
 
 
@@ -89,6 +91,7 @@ def _found(
         _from_table(convolutions, capability, torch_version, exact=True),
         *(answers for answers, is_exact in asked if not is_exact),
         _from_table(convolutions, capability, torch_version, exact=False),
+        _scaled(convolutions, capability, torch_version),
         {each: Answer(estimated_bytes(each, capability), Source.FORMULA, None, False) for each in convolutions},
     ]
     for answers in reversed(sources):
@@ -111,13 +114,7 @@ def _asked(
             continue
         if knows(answers.version, capability):
             is_exact = is_of_cuda_build(torch_version) or (pinned.is_pinned and answers.version == pinned.version)
-            yield (
-                {
-                    each: Answer(size, Source.LIBRARY, answers.version, is_exact)
-                    for each, size in answers.workspaces.items()
-                },
-                is_exact,
-            )
+            yield _answers(answers.workspaces, Source.LIBRARY, answers.version, is_exact=is_exact), is_exact
 
 
 def _from_table(
@@ -128,15 +125,38 @@ def _from_table(
     Args:
         exact: True for nothing but the answers that are exact.
     """
-    pinned = expected(torch_version, capability)
-    if pinned.version not in tables.versions():
+    table = _table(capability, torch_version)
+    if table is None:
         return {}
-    table = tables.load(pinned.version)
-    is_exact = pinned.is_pinned and capability in table.capabilities
+    is_exact = expected(torch_version, capability).is_pinned and capability in table.capabilities
     if exact and not is_exact:
         return {}
     nearest = table.nearest(capability)
     sizes = {each: table.workspace_bytes(each, nearest) for each in convolutions}
-    return {
-        each: Answer(size, Source.TABLE, table.version, is_exact) for each, size in sizes.items() if size is not None
-    }
+    return _answers(sizes, Source.TABLE, table.version, is_exact=is_exact)
+
+
+def _scaled(
+    convolutions: list[Convolution], capability: tuple[int, int], torch_version: str
+) -> dict[Convolution, Answer]:
+    """Returns answers for those convolutions that the table has with another number of samples."""
+    table = _table(capability, torch_version)
+    if table is None:
+        return {}
+    nearest = table.nearest(capability)
+    sizes = {each: scaled_bytes(each, table, nearest) for each in convolutions}
+    return _answers(sizes, Source.SCALED, table.version, is_exact=False)
+
+
+def _table(capability: tuple[int, int], torch_version: str) -> tables.Table | None:
+    """Returns the table of the version of cuDNN that PyTorch runs, or of the nearest one; None if there is none."""
+    version = expected(torch_version, capability).version
+    return tables.load(version) if version in tables.versions() else None
+
+
+def _answers(
+    sizes: Mapping[Convolution, int | None], source: Source, version: Version, *, is_exact: bool
+) -> dict[Convolution, Answer]:
+    """Returns an answer for each convolution whose size is known."""
+    known = ((each, size) for each, size in sizes.items() if size is not None)
+    return {each: Answer(size, source, version, is_exact) for each, size in known}

@@ -12,10 +12,11 @@ import functools
 import importlib.resources
 import json
 import lzma
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from planner.workspaces.cudnn.convolution import Convolution
+from planner.workspaces.cudnn.convolution import Convolution, Shape
 
 Version = tuple[int, int, int]
 
@@ -37,10 +38,19 @@ class Table:
     """Position of each kind by its text."""
     lines: Mapping[str, str]
     """The workspaces by the text of the sizes of a convolution."""
+    batches: Mapping[str, list[int]]
+    """The numbers of samples by the text of the other sizes."""
 
     def nearest(self, capability: tuple[int, int]) -> tuple[int, int]:
         """Returns the capability that stands for this one: itself, the one below it, or the lowest."""
         return max((each for each in self.capabilities if each <= capability), default=self.capabilities[0])
+
+    def with_other_batches(self, convolution: Convolution) -> list[Convolution]:
+        """Returns the table's convolutions that differ in the number of samples only, the nearest number first."""
+        samples, _, rest = convolution.shape.text.partition(",")
+        others = sorted(self.batches.get(rest, ()), key=lambda other: abs(math.log(other / int(samples))))
+        shapes = (Shape.of(f"{other},{rest}") for other in others if other != int(samples))
+        return [Convolution(convolution.kind, shape) for shape in shapes]
 
     def workspace_bytes(self, convolution: Convolution, capability: tuple[int, int]) -> int | None:
         """Returns the bytes of a workspace; None if the table does not have the convolution.
@@ -63,14 +73,24 @@ def versions() -> tuple[Version, ...]:
 
 @functools.lru_cache(maxsize=2)
 def load(version: Version) -> Table:
-    """Reads the table of a version of cuDNN, which must be one of `versions()`."""
-    path = FOLDER / f"{'.'.join(map(str, version))}.xz"
+    """Returns the table of a version of cuDNN, which must be one of `versions()`."""
+    return read(FOLDER / f"{'.'.join(map(str, version))}.xz")
+
+
+def read(path: pathlib.Path) -> Table:
+    """Returns the table that a file has."""
     first, *lines = lzma.decompress(path.read_bytes()).decode().splitlines()
     header = json.loads(first)
+    major, minor, patch = map(int, header["cudnn"].split("."))
     pairs = (text.split(".") for text in header["capabilities"])
+    batches: dict[str, list[int]] = {}
+    for line in lines:
+        samples, _, rest = line.partition(" ")[0].partition(",")
+        batches.setdefault(rest, []).append(int(samples))
     return Table(
-        version=version,
-        capabilities=tuple((int(major), int(minor)) for major, minor in pairs),
+        version=(major, minor, patch),
+        capabilities=tuple((int(first), int(second)) for first, second in pairs),
         kinds={text: place for place, text in enumerate(header["kinds"])},
         lines=dict(line.split(" ", 1) for line in lines),
+        batches=batches,
     )
