@@ -42,7 +42,7 @@ def convolution(call: KernelCall, card: DeviceProfile, torch_version: str) -> Se
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Known:
-    """What is known about the workspaces of a step's convolutions."""
+    """The workspaces of a step's convolutions, as far as they are known."""
 
     answers: tuple[Answer, ...]
     """One for each call of cuDNN."""

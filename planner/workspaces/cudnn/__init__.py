@@ -1,4 +1,4 @@
-"""What cuDNN takes as workspace for convolutions, known without a GPU.
+"""The workspaces that cuDNN takes for convolutions, known without a GPU.
 
 From PyTorch's rules follows what it asks of cuDNN for a convolution (`dispatch`). cuDNN's own heuristics know the
 workspace. They answer on a machine without a GPU (`library`, asked by `asking` in a process of its own); tables of

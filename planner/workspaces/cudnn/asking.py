@@ -52,7 +52,7 @@ def _folders_of(package: str, folder: str) -> list[pathlib.Path]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answers:
-    """What a library answered."""
+    """The answers of a library."""
 
     version: Version
     workspaces: dict[Convolution, int]

@@ -59,7 +59,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Kind:
-    """What a convolution computes, apart from its sizes."""
+    """The operation and the numbers of a convolution, without its sizes."""
 
     operation: str
     """One of `OPERATIONS`."""

@@ -47,7 +47,7 @@ class Placed:
     """Memory that a convolution takes while it runs, with its place between the outputs (see `registry.Block`)."""
 
     taken: Convolution | int
-    """What cuDNN computes in this place, with its workspace; or the bytes of a copy of a tensor."""
+    """The convolution that cuDNN computes in this place, with a workspace; or the bytes of a copy of a tensor."""
     first: int
     last: int
 

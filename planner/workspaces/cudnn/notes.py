@@ -1,4 +1,4 @@
-"""What a plan says about the workspaces of its convolutions."""
+"""The notes of a plan on the workspaces of its convolutions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def notes(
                 f"version that torch {release} runs on this card"
             )
     if others:
-        yield f"{others:,} convolutions do not run on cuDNN, and their scratch memory is not counted"
+        yield f"some convolutions do not run on cuDNN ({others:,} ops), and their scratch memory is not counted"
     if benchmark and answers:
         yield (
             "torch.backends.cudnn.benchmark is on: cuDNN then chooses algorithms by their time, and while it tries "

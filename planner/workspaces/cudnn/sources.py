@@ -29,7 +29,7 @@ from planner.workspaces.cudnn.versions import expected, is_of_cuda_build, knows
 
 
 class Source(enum.Enum):
-    """Where the size of a workspace comes from."""
+    """The source of the size of a workspace."""
 
     LIBRARY = "asked of a libcudnn on this machine"
     TABLE = "from the planner's tables"
