@@ -5,7 +5,7 @@
 The convolutions are those of common models, seen in a forward on the meta device, at several batch sizes. Each is asked
 in the memory formats and precisions in which people train, as forward and as both gradients. No GPU is needed. The
 libraries come from the wheels nvidia-cudnn-cu12 and nvidia-cudnn-cu13: download one with `pip download --no-deps`, and
-unpack it. If a table is there already, only the convolutions that it lacks are asked.
+unpack it. If a table is there already, only what it lacks is asked.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import itertools
 import json
 import lzma
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import transformers
-from rich.progress import track
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -200,53 +199,65 @@ def shapes() -> list[Shape]:
     return sorted(found, key=lambda shape: (shape.w, shape.x[1:], shape))
 
 
-def rows(library: pathlib.Path, capabilities: Sequence[tuple[int, int]], wanted: list[Shape]) -> Iterator[list[str]]:
-    """Yields the answers of a library for one capability after another: a text for each shape."""
+def answers(library: pathlib.Path, capability: tuple[int, int], wanted: list[Shape]) -> list[str]:
+    """Returns the answers of a library for one capability: a text for each shape."""
     questions = [Convolution(kind, shape).text for shape in wanted for kind in KINDS]
-    for capability in track(capabilities, description=str(library)[-60:]):
-        _, answers = ask_child(library, capability, questions, None)
-        if len(answers) != len(questions):
-            raise SystemExit(f"{library} ended at question {len(answers)}: {questions[len(answers)]}")
-        yield [tables.written(answers[place : place + len(KINDS)]) for place in range(0, len(answers), len(KINDS))]
+    found: list[int] = []
+    while len(found) < len(questions):
+        told = ask_child(library, capability, questions[len(found) :], None)
+        found += told.sizes
+        if told.ended:
+            print(f"{library}: no answer to {questions[len(found)]} for {capability}: {told.ended}", flush=True)
+            found.append(-1)
+    return [tables.written(found[place : place + len(KINDS)]) for place in range(0, len(found), len(KINDS))]
 
 
-def asked_before(path: pathlib.Path, capabilities: Sequence[tuple[int, int]], kinds: list[str]) -> dict[str, str]:
-    """Returns the lines of a table that is there already, by the text of the sizes; empty if it has other columns."""
-    if not path.exists():
+def columns_of(path: pathlib.Path, kinds: list[str]) -> dict[tuple[int, int], dict[str, str]]:
+    """Returns the answers of a table that is there already, by capability and text of the sizes."""
+    if not path.exists() or list((table := tables.read(path)).kinds) != kinds:
         return {}
-    table = tables.read(path)
-    same = table.capabilities == tuple(capabilities) and list(table.kinds) == kinds
-    return dict(table.lines) if same else {}
+    return {
+        capability: {text: line.split(" ")[place] for text, line in table.lines.items()}
+        for place, capability in enumerate(table.capabilities)
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=pathlib.Path, action="append", required=True)
-    parser.add_argument("--capabilities", nargs="+")
+    parser.add_argument("--capabilities", nargs="+", default=[f"{major}.{minor}" for major, minor in CAPABILITIES])
     parser.add_argument("--out", type=pathlib.Path, default=tables.FOLDER)
     options = parser.parse_args()
-    named = options.capabilities and [tuple(map(int, text.split("."))) for text in options.capabilities]
-    wanted = shapes()
-    print(f"{len(wanted)} shapes of convolutions, {len(KINDS)} kinds", flush=True)
-    kinds = [kind.text for kind in KINDS]
+    wanted, kinds = shapes(), [kind.text for kind in KINDS]
+    print(f"{len(wanted)} shapes of convolutions, {len(kinds)} kinds", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     for library in options.library:
-        version, _ = ask_child(library, (8, 0), [], None)
-        known = [each for each in named or CAPABILITIES if knows(version, each)]
-        header = {
-            "cudnn": ".".join(map(str, version)),
-            "made": f"python -m benchmarks.cudnn_tables, {datetime.date.today()}, torch {torch.__version__}",
-            "capabilities": [f"{major}.{minor}" for major, minor in known],
-            "kinds": kinds,
-        }
-        path = options.out / f"{header['cudnn']}.xz"
-        lines = asked_before(path, known, kinds)
-        new = [shape for shape in wanted if shape.text not in lines]
-        columns = list(rows(library, known, new))
-        lines |= {shape.text: " ".join(row) for shape, *row in zip(new, *columns, strict=True)}
-        content = "\n".join((json.dumps(header), *(f"{each.text} {lines[each.text]}" for each in wanted))) + "\n"
-        path.write_bytes(lzma.compress(content.encode(), preset=9 | lzma.PRESET_EXTREME))
-        print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
+        version = ask_child(library, (8, 0), [], None).version
+        path = options.out / f"{'.'.join(map(str, version))}.xz"
+        columns = columns_of(path, kinds)
+        named = [tuple(map(int, text.split("."))) for text in options.capabilities]
+        for capability in [*columns, *(each for each in named if each not in columns and knows(version, each))]:
+            column = columns.setdefault(capability, {})
+            new = [shape for shape in wanted if shape.text not in column]
+            column |= dict(zip((shape.text for shape in new), answers(library, capability, new), strict=True))
+            write(path, version, columns, wanted)
+            print(f"{path}: {capability}, {len(new)} new shapes, {path.stat().st_size:,} bytes", flush=True)
+
+
+def write(
+    path: pathlib.Path, version: tuple[int, ...], columns: dict[tuple[int, int], dict[str, str]], wanted: list[Shape]
+) -> None:
+    """Writes a table with the capabilities that have all shapes."""
+    complete = sorted(each for each, column in columns.items() if all(shape.text in column for shape in wanted))
+    header = {
+        "cudnn": ".".join(map(str, version)),
+        "made": f"python -m benchmarks.cudnn_tables, {datetime.date.today()}, torch {torch.__version__}",
+        "capabilities": [f"{major}.{minor}" for major, minor in complete],
+        "kinds": [kind.text for kind in KINDS],
+    }
+    lines = (" ".join((shape.text, *(columns[each][shape.text] for each in complete))) for shape in wanted)
+    content = "\n".join((json.dumps(header), *lines)) + "\n"
+    path.write_bytes(lzma.compress(content.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 if __name__ == "__main__":

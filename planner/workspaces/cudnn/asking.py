@@ -75,31 +75,59 @@ def ask(path: pathlib.Path, capability: tuple[int, int], convolutions: Iterable[
     except OSError as error:
         raise CannotAskError(f"{path} cannot be read: {error}") from error
     missing = [each.text for each in wanted if each.text not in remembered.workspaces]
-    for _ in range(_MOST_PROCESSES):
-        if not missing and remembered.version is not None:
-            break
-        version, found = ask_child(path, capability, missing, remembered.folder)
-        if len(found) < len(missing):
-            found.append(-1)  # the question that ended the process is not asked again
-        remembered = remembered.with_answers(version, dict(zip(missing, found, strict=False)))
-        missing = missing[len(found) :]
+    if missing or remembered.version is None:
+        version, found = _ask_processes(path, capability, missing, remembered)
+        remembered = remembered.with_answers(version, found)
     assert remembered.version is not None  # a process that does not state it is an error
     known = {each: remembered.workspaces.get(each.text) for each in wanted}
     return Answers(remembered.version, {each: size for each, size in known.items() if size is not None and size >= 0})
 
 
+def _ask_processes(
+    path: pathlib.Path, capability: tuple[int, int], texts: Sequence[str], remembered: Remembered
+) -> tuple[Version, dict[str, int]]:
+    """Returns the version, and the answers by question. A question that ends a process has the answer -1.
+
+    Raises:
+        CannotAskError: the library has never answered a question, or several questions ended a process.
+    """
+    found: dict[str, int] = {}
+    missing, ended = list(texts), ""
+    for _ in range(_MOST_PROCESSES):
+        told = ask_child(path, capability, missing, remembered.folder)
+        sizes = [*told.sizes, -1] if told.ended else told.sizes
+        found |= dict(zip(missing, sizes, strict=False))
+        missing, ended = missing[len(sizes) :], told.ended or ended
+        if not missing:
+            break
+    answers = any(size >= 0 for size in (*found.values(), *remembered.workspaces.values()))
+    if ended and (missing or not answers):
+        raise CannotAskError(f"cuDNN ({path}) does not answer without a card: {ended}")
+    return told.version, found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """The answers of one process."""
+
+    version: Version
+    sizes: list[int]
+    """Bytes in the order of the questions, -1 for a convolution that cuDNN cannot compute. There are fewer than
+    questions if a question ended the process."""
+    ended: str
+    """The reason why the process ended before it had answered all questions; empty if it answered them."""
+
+
 def ask_child(
     path: pathlib.Path, capability: tuple[int, int], texts: Sequence[str], folder: pathlib.Path | None
-) -> tuple[Version, list[int]]:
-    """Returns the version of cuDNN, and bytes in the order of the questions, -1 for those that it cannot compute.
-
-    There are fewer answers than questions if a question ended the process.
+) -> Told:
+    """Returns the version of cuDNN, and its answers to the questions in `texts`.
 
     Args:
         folder: where the library that stands for libcublasLt is kept; None to remove it after the questions.
 
     Raises:
-        CannotAskError: the library cannot be loaded, or cannot answer without a card.
+        CannotAskError: the library cannot be loaded.
     """
     with tempfile.TemporaryDirectory() as temporary:
         question = {
@@ -121,13 +149,11 @@ def ask_child(
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CannotAskError(f"{path} was not asked: {error}") from error
+    reason = (run.stderr.strip().splitlines() or [f"the process ended with code {run.returncode}"])[-1]
     first, *lines = run.stdout.splitlines() or [""]
     try:
         major, minor, patch = map(int, first.split())
     except ValueError:
-        reason = (run.stderr.strip().splitlines() or [f"the process ended with code {run.returncode}"])[-1]
         raise CannotAskError(f"{path} did not answer: {reason}") from None
-    if run.returncode and texts and not lines:
-        reason = (run.stderr.strip().splitlines() or [f"the process ended with code {run.returncode}"])[-1]
-        raise CannotAskError(f"cuDNN {major}.{minor}.{patch} ({path}) does not answer without a card: {reason}")
-    return (major, minor, patch), [int(line) if line.isdecimal() else -1 for line in lines]
+    sizes = [int(line) if line.isdecimal() else -1 for line in lines]
+    return Told((major, minor, patch), sizes, reason if len(sizes) < len(texts) else "")
