@@ -76,7 +76,8 @@ def test_the_notes_of_a_plan_name_the_source_of_its_workspaces():
     plan = planner.plan(model, batch, loss_fn=loss_fn, vram=None, gpu="a100-40gb")
     (note,) = (note for note in plan.notes if "workspaces of convolutions" in note)
     assert note == (
-        "59 of 59 workspaces of convolutions are those of cuDNN 9.20.0, which torch 2.13 runs (from the planner's tables)"
+        "59 of 59 workspaces of convolutions are those of cuDNN 9.20.0, which torch 2.13 runs "
+        "(from the planner's tables)"
     )
     assert not any("unknown" in note and "convolution" in note for note in plan.notes)
 
