@@ -42,9 +42,9 @@ def main() -> None:
     result = Table(title="errors of estimated workspaces")
     for column in ("cuDNN", "estimate", "numbers", "workspaces", "within 2 %", "3 of 4 within", "9 of 10 within"):
         result.add_column(column, justify="left" if column in ("cuDNN", "estimate", "numbers") else "right")
-    for version in tables.versions():
+    for table in map(tables.read, sorted(tables.FOLDER.glob("*.xz"))):
         found: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-        for (estimate, numbers), error in errors(tables.load(version)):
+        for (estimate, numbers), error in errors(table):
             found[estimate, numbers].append(error)
             found[estimate, "all"].append(error)
         for (estimate, numbers), several in sorted(found.items()):
@@ -52,7 +52,7 @@ def main() -> None:
             shares = (sum(error <= CLOSE for error in several) / len(several), *(
                 several[int(len(several) * share)] for share in (0.75, 0.9)
             ))  # fmt: skip
-            name = ".".join(map(str, version))
+            name = ".".join(map(str, table.version))
             result.add_row(name, estimate, numbers, f"{len(several):,}", *(f"{share:.1%}" for share in shares))
     Console(width=150).print(result)
 

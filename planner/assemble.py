@@ -322,7 +322,7 @@ def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ..
     """Return notes on the workspaces of convolutions, and one on kernels with unknown workspaces, if there are any."""
     if not card.allocator:
         return ()
-    of_convolutions = convolution_notes(certified.graph, card, str(torch.__version__))
+    of_convolutions = convolution_notes(certified.graph, card, str(torch.__version__), fits=certified.measured.fits)
     counts = unknown_ops(certified.graph)
     if not counts:
         return of_convolutions

@@ -34,11 +34,14 @@ def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -
     return dataclasses.replace(graph, storages=[*graph.storages, *added])
 
 
-def convolution_notes(graph: StepGraph, card: DeviceProfile, torch_version: str) -> tuple[str, ...]:
+def convolution_notes(
+    graph: StepGraph, card: DeviceProfile, torch_version: str, *, fits: bool = True
+) -> tuple[str, ...]:
     """Returns what a plan says about the workspaces of its convolutions: where they come from, and if they are exact.
 
     Args:
         graph: a recording of two steps. Only the first of them is counted.
+        fits: False if the step does not fit into the budget.
     """
     known = _known_convolutions((op for op in graph.ops if op.step == 0), card, torch_version)
     return tuple(
@@ -48,6 +51,7 @@ def convolution_notes(graph: StepGraph, card: DeviceProfile, torch_version: str)
             others=known.others,
             benchmark=known.benchmark,
             silent=sources.reasons(),
+            fits=fits,
         )
     )
 

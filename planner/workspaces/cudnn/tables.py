@@ -20,6 +20,9 @@ from planner.workspaces.cudnn.convolution import Convolution, Shape
 
 Version = tuple[int, int, int]
 
+_SAME_AS: dict[Version, Version] = {(9, 19, 0): (9, 20, 0)}
+"""Versions whose answers are those of another version, so that they need no file: all workspaces of a table of 9.19.0
+were compared with those of 9.20.0, 22,722 for each compute capability, and none differs."""
 FOLDER = pathlib.Path(str(importlib.resources.files("planner.profiles"))) / "cudnn"
 
 
@@ -68,13 +71,15 @@ class Table:
 def versions() -> tuple[Version, ...]:
     """Returns the versions of cuDNN that have a table, from the oldest to the newest."""
     names = (path.stem.split(".") for path in FOLDER.glob("*.xz"))
-    return tuple(sorted((int(major), int(minor), int(patch)) for major, minor, patch in names))
+    found = {(int(major), int(minor), int(patch)) for major, minor, patch in names}
+    return tuple(sorted(found | {version for version, same in _SAME_AS.items() if same in found}))
 
 
 @functools.lru_cache(maxsize=2)
 def load(version: Version) -> Table:
     """Returns the table of a version of cuDNN, which must be one of `versions()`."""
-    return read(FOLDER / f"{'.'.join(map(str, version))}.xz")
+    table = read(FOLDER / f"{'.'.join(map(str, _SAME_AS.get(version, version)))}.xz")
+    return dataclasses.replace(table, version=version)
 
 
 def read(path: pathlib.Path) -> Table:
