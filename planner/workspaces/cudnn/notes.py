@@ -59,8 +59,8 @@ def notes(
         )
     if not fits and any(each.size_bytes for each in answers):
         yield (
-            "if the workspace of a convolution does not fit, PyTorch takes an algorithm that needs less and is slower, so "
-            "that the step may run in less memory than this plan says"
+            "if the workspace of a convolution does not fit, PyTorch takes a slower algorithm that needs less, so that "
+            "the step may run in less memory than this plan says"
         )
     if answers:
         yield from (f"cuDNN could not be asked: {reason}" for reason in silent)
