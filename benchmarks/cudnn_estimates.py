@@ -16,9 +16,7 @@ from rich.table import Table
 
 from planner.workspaces.cudnn import tables
 from planner.workspaces.cudnn.convolution import Convolution, Kind, Shape
-from planner.workspaces.cudnn.fallback import estimated_bytes, scaled_bytes
-
-CLOSE = 0.02
+from planner.workspaces.cudnn.fallback import CLOSE, estimated_bytes, scaled_bytes
 
 
 def errors(table: tables.Table) -> Iterator[tuple[tuple[str, str], float]]:

@@ -6,7 +6,8 @@ formula, which follows from what cuDNN's algorithms need memory for:
 - Tensor cores read tensors in channels_last. If the tensors have another format, all of them are copied.
 - In fp32, the algorithms for TF32 of most cards read rounded copies of the operands, also in channels_last. Those of
   data centers since Hopper round while they read.
-- Without tensor cores most algorithms need little or nothing.
+- Without tensor cores most algorithms need little or nothing, but tensors in channels_last are copied to the other
+  format, for the input's gradient and on Pascal also for the forward.
 
 `python -m benchmarks.cudnn_estimates` compares both with the tables.
 """
@@ -16,10 +17,10 @@ from __future__ import annotations
 from planner.workspaces.cudnn.convolution import FORWARD, GRAD_INPUT, Convolution
 from planner.workspaces.cudnn.tables import Table
 
-THREE_OF_FOUR_WITHIN = 0.15
-"""Three of four results of `estimated_bytes` differ from cuDNN's answer by at most this share of the bytes of image,
-weight and result."""
-_FIRST_WITH_TF32 = (8, 0)
+CLOSE = 0.02
+"""Half of the results of `estimated_bytes` differ from cuDNN's answer by at most this share of the bytes of image,
+weight and result. The others may differ by as much as these bytes, and more on cards before compute capability 7.5."""
+_FIRST_WITH_TENSOR_CORES, _FIRST_WITH_TF32 = (7, 0), (8, 0)
 _ROUND_WHILE_READING = (9, 10, 11)
 """Major compute capabilities of the cards of data centers since Hopper."""
 
@@ -44,9 +45,11 @@ def estimated_bytes(convolution: Convolution, capability: tuple[int, int]) -> in
     kind, shape = convolution.kind, convolution.shape
     x, y, w = (convolution.nbytes(sizes) for sizes in (shape.x, shape.y, shape.w))
     is_half = kind.dtype in ("float16", "bfloat16")
-    on_tensor_cores = is_half or (kind.tf32 and capability >= _FIRST_WITH_TF32)
-    if not on_tensor_cores:
-        return 0
+    first = _FIRST_WITH_TENSOR_CORES if is_half else _FIRST_WITH_TF32
+    if capability < first or not (is_half or kind.tf32):
+        is_pascal = capability < _FIRST_WITH_TENSOR_CORES
+        copies = kind.operation == GRAD_INPUT or (kind.operation == FORWARD and is_pascal)
+        return x + y + w if kind.channels_last and copies else 0
     rounds_before = not is_half and capability[0] not in _ROUND_WHILE_READING
     if rounds_before and kind.operation == FORWARD:
         return x + w

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterator, Sequence
 
 from planner.workspaces.cudnn.asking import Version
-from planner.workspaces.cudnn.fallback import THREE_OF_FOUR_WITHIN
+from planner.workspaces.cudnn.fallback import CLOSE
 from planner.workspaces.cudnn.sources import Answer, Source
 
 _REMEDY = "to ask cuDNN itself, which needs no GPU, install torch-planner[cudnn]"
@@ -38,8 +38,8 @@ def notes(
         if source is Source.FORMULA:
             remedy = "" if any(kind[0] is Source.LIBRARY for kind in kinds) else f"; {_REMEDY}"
             yield (
-                f"{calls} are estimated by a formula, which is wrong by up to {THREE_OF_FOUR_WITHIN:.0%} of the bytes "
-                f"of a convolution's tensors in three of four cases{remedy}"
+                f"{calls} are estimated by a formula: half of such estimates are within {CLOSE:.0%} of the bytes of "
+                f"the convolution's tensors, and the others may be wrong by as much as these bytes{remedy}"
             )
         elif source is Source.SCALED:
             yield f"{calls} are estimates, {source.value} for cuDNN {_text(version)}; {_REMEDY}"
