@@ -12,7 +12,7 @@ import torch
 from planner.choose.choice import TIE, Choice
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
-from planner.estimate.add_workspaces import unknown_ops
+from planner.estimate.add_workspaces import convolution_notes, unknown_ops
 from planner.estimate.footprint import granularity_bytes, measure
 from planner.estimate.largest_tensors import largest_tensors
 from planner.plan_types.constraints import Constraints
@@ -340,14 +340,15 @@ def _paged_state_notes(workload: Workload) -> tuple[str, ...]:
 
 
 def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
-    """Return a note that names the kernels with unknown workspaces, which are not counted; empty if there are none."""
-    counts = unknown_ops(certified.graph) if card.allocator else {}
-    if not counts:
+    """Return notes on the workspaces of convolutions, and one on kernels with unknown workspaces, if there are any."""
+    if not card.allocator:
         return ()
+    of_convolutions = convolution_notes(certified.graph, card, str(torch.__version__), fits=certified.measured.fits)
+    counts = unknown_ops(certified.graph)
+    if not counts:
+        return of_convolutions
     most_frequent = sorted(counts.items(), key=lambda pair: -pair[1])[:_MOST_KERNELS_NAMED]
     names = ", ".join(f"{count} x {name}" for name, count in most_frequent)
     more = f" and {len(counts) - _MOST_KERNELS_NAMED} other kinds" if len(counts) > _MOST_KERNELS_NAMED else ""
     note = f"the workspaces of some kernels are unknown and not counted: {names}{more}, in two steps"
-    if any("convolution" in name for name in counts):
-        note += "; in recordings of real cards a convolution takes 0.2 to 128 MiB, one at a time"
-    return (note,)
+    return (*of_convolutions, note)

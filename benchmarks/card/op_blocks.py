@@ -13,7 +13,7 @@ from planner.estimate.footprint import ALLOCATOR_GRANULARITY_BYTES
 from planner.profiles.device import DeviceProfile
 from planner.recording.op_schema import in_order_of_birth, kernel_call, op_traits
 from planner.recording.step_graph import round_up
-from planner.workspaces import formula_of, is_known
+from planner.workspaces import blocks_of, has_formula, is_known
 
 Event = tuple[str, int, int]
 """Action, address, size in bytes."""
@@ -57,11 +57,11 @@ class OpBlocks(TorchDispatchMode):
 
     def _formula(self, op: Any, args: tuple, kwargs: dict, result: Any) -> list[int] | None:
         """Returns the bytes of the predicted blocks; None if the op has no formula."""
-        formula = formula_of(str(op))
-        if formula is None:
+        if not has_formula(str(op)):
             known = torch.Tag.pointwise in op.tags or is_known(str(op)) or next(_tensors((args, kwargs)), None) is None
             return [] if known else None
-        return [size for size in formula(kernel_call(op, args, kwargs, result), self._card) if size > 0]
+        call = kernel_call(op, args, kwargs, result)
+        return [block.size_bytes for block in blocks_of(str(op), call, self._card, torch.__version__)]
 
 
 def measured_blocks(events: list[Event], outputs: list[int]) -> dict[str, Any]:

@@ -230,8 +230,8 @@ FAULTS = (
     Fault(
         name="estimate-scratch-before-outputs",
         path="planner/estimate/add_workspaces.py",
-        old="            born[storage.op] = max(born[storage.op], storage.lives[0][0])",
-        new="            born[storage.op] = min(born[storage.op], storage.lives[0][0])",
+        old="    return [sorted(ticks) or [op.tick] for op, ticks in zip(graph.ops, born, strict=True)]",
+        new="    return [[op.tick] for op in graph.ops]",
         tests=(
             "tests/estimate/test_footprint.py"
             "::test_each_thread_that_multiplies_has_a_workspace_from_its_first_product_on",

@@ -16,6 +16,7 @@ from benchmarks.faults import (
     in_search,
     in_step,
     in_updates,
+    in_workspaces,
 )
 from benchmarks.faults.fault import Fault
 
@@ -29,6 +30,7 @@ _LISTS = (
     in_checks,
     in_first_step,
     in_estimates,
+    in_workspaces,
     in_runs,
     in_ranks,
     in_search,

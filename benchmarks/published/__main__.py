@@ -14,7 +14,8 @@ from planner.assemble import versions
 def main() -> None:
     console = Console(width=150)
     console.print(", ".join(f"{name} {version}" for name, version in versions().items()))
-    console.print(vision.table())
+    for table in vision.tables():
+        console.print(table)
     console.print(language.table())
 
 

@@ -2,15 +2,16 @@
 
 Measured on an A100-SXM4-40GB in fp32 at 224 x 224 pixels, by GPUMemNet (github.com/itu-rad/GPUMemNet): timm's models in
 one table, VGG-16 and ResNet-50 with Adam in another. Not known are the optimizer of the timm table (SGD
-with momentum fits), cuDNN's algorithms and their workspaces, the versions, and other use of the card. So one constant,
-context and libraries, is fitted for all rows on the vision transformers, which have a single convolution each. The
-convolutional networks then show how much cuDNN's workspaces add to the prediction.
+with momentum fits), the versions, and other use of the card. So one constant, context and libraries, is fitted for all
+rows on the vision transformers, which have a single convolution each. The convolutional networks then show how well the
+workspaces of cuDNN are predicted.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,13 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.published.rehearsing import outcome
+from benchmarks.published.rehearsing import graph_of
+from planner import profiles
+from planner.estimate.add_workspaces import with_workspaces
+from planner.estimate.allocation_stream import allocation_stream
+from planner.estimate.footprint import replayed
+from planner.recording.step_graph import StepGraph, Storage
+from planner.workspaces.cudnn.dispatch import is_convolution
 
 MIB = 1 << 20
 CARD, TORCH_VERSION = "a100-40gb", "2.5.0"
@@ -154,8 +161,17 @@ ROWS = {
 FITTED_ON = ("vit_tiny", "vit_small", "vit_base")
 
 
-def reserved_mib(row: Published, batch: int) -> int:
-    """Returns the peak of the memory reserved by the caching allocator in a few steps, by rehearsal."""
+COLUMNS = {"without": None, "cuDNN 9.10.2": TORCH_VERSION, "cuDNN 9.19.0": "2.11.0", "cuDNN 9.20.0": "2.13.0"}
+"""The release of PyTorch whose cuDNN convolves, by column. In the first one convolutions take no scratch memory.
+
+9.10.2 is the version that the planner takes for the release of the runs: the nearest one that it knows. The others show
+how much the version matters.
+"""
+PREDICTED = "cuDNN 9.10.2"
+
+
+def rehearsed(row: Published, batch: int) -> StepGraph:
+    """Returns the recording of a few steps that begin on an empty card."""
 
     def program(device: torch.device) -> None:
         with device:
@@ -173,24 +189,66 @@ def reserved_mib(row: Published, batch: int) -> int:
             optimizer.step()
             optimizer.zero_grad()
 
-    return outcome(program, CARD, TORCH_VERSION).peak_reserved_bytes // MIB
+    return graph_of(program, CARD)
 
 
-def table() -> Table:
-    cases = [(name, batch) for name, row in ROWS.items() for batch in row.measured_mib]
-    reserved = {
-        (name, batch): reserved_mib(ROWS[name], batch) for name, batch in track(cases, console=Console(stderr=True))
-    }
+def reserved_mib(graph: StepGraph, convolving: str | None) -> int:
+    """Returns the peak of the memory reserved by the caching allocator, in MiB.
+
+    Args:
+        convolving: release of PyTorch whose cuDNN convolves; None if convolutions take no scratch memory.
+    """
+    card = profiles.load(CARD)
+
+    def storages(torch_version: str, *, of_convolutions: bool) -> list[Storage]:
+        return [
+            storage
+            for storage in with_workspaces(graph, card, torch_version).storages[len(graph.storages) :]
+            if (storage.op is not None and is_convolution(graph.ops[storage.op].name)) is of_convolutions
+        ]
+
+    added = storages(TORCH_VERSION, of_convolutions=False)
+    if convolving is not None:
+        added += storages(convolving, of_convolutions=True)
+    ids, sizes, _ = allocation_stream(dataclasses.replace(graph, storages=[*graph.storages, *added]))
+    return replayed((ids, sizes), card, None).peak_reserved_bytes // MIB
+
+
+def constant_of(reserved: dict[tuple[str, int], int]) -> int:
+    """Returns the constant in MiB that fits the vision transformers: the most frequent one, else the median."""
     fitting = [ROWS[name].measured_mib[batch] - mib for (name, batch), mib in reserved.items() if name in FITTED_ON]
     constant = collections.Counter(fitting).most_common(1)[0][0]
-    constant = constant if fitting.count(constant) > 1 else sorted(fitting)[len(fitting) // 2]
-    result = Table(
-        title=f"process memory in MiB; predicted: rehearsed + {constant} (fitted on the vision transformers)"
-    )
-    for column in ("model", "batch", "published", "predicted", "error"):
+    return constant if fitting.count(constant) > 1 else sorted(fitting)[len(fitting) // 2]
+
+
+def tables() -> tuple[Table, Table]:
+    """Returns the errors of all rows by column, and for each column a summary of the convolutional networks."""
+    cases = [(name, batch) for name, row in ROWS.items() for batch in row.measured_mib]
+    reserved: dict[str, dict[tuple[str, int], int]] = {column: {} for column in COLUMNS}
+    for name, batch in track(cases, console=Console(stderr=True)):
+        graph = rehearsed(ROWS[name], batch)
+        for column, convolving in COLUMNS.items():
+            reserved[column][name, batch] = reserved_mib(graph, convolving)
+    constants = {column: constant_of(found) for column, found in reserved.items()}
+    errors = {
+        column: {
+            (name, batch): (mib + constants[column]) / ROWS[name].measured_mib[batch] - 1
+            for (name, batch), mib in found.items()
+        }
+        for column, found in reserved.items()
+    }
+    result = Table(title="process memory in MiB; predicted: rehearsed + a constant fitted on the vision transformers")
+    for column in ("model", "batch", "published", "predicted", *COLUMNS):
         result.add_column(column, justify="left" if column == "model" else "right")
-    for (name, batch), mib in reserved.items():
-        published, predicted = ROWS[name].measured_mib[batch], mib + constant
-        off = f"{(predicted - published) / published:+.2%}"
-        result.add_row(name, str(batch), f"{published:,}", f"{predicted:,}", off)
-    return result
+    for name, batch in cases:
+        predicted = reserved[PREDICTED][name, batch] + constants[PREDICTED]
+        numbers = (f"{number:,}" for number in (ROWS[name].measured_mib[batch], predicted))
+        result.add_row(name, str(batch), *numbers, *(f"{found[name, batch]:+.2%}" for found in errors.values()))
+    summary = Table(title="absolute errors of the convolutional networks")
+    for column in ("", "constant", "median", "mean", "worst"):
+        summary.add_column(column, justify="left" if not column else "right")
+    for column, found in errors.items():
+        sizes = [abs(error) for (name, _), error in found.items() if name not in FITTED_ON]
+        of_all = (statistics.median(sizes), statistics.mean(sizes), max(sizes))
+        summary.add_row(column, f"{constants[column]:,}", *(f"{number:.2%}" for number in of_all))
+    return result, summary

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph, Storage
+from planner.workspaces import convolutions
+from planner.workspaces.cudnn import sources
+from planner.workspaces.cudnn.notes import notes
 from planner.workspaces.gemm import GEMM_OPS
-from planner.workspaces.registry import formula_of
+from planner.workspaces.registry import Block, blocks_of
 
 _LT_BYTES = 1 << 20
 """Size of the cublasLt workspace (`_getWorkspaceSize` in aten/src/ATen/cuda/CUDABlas.cpp, default 1024 KiB)."""
@@ -21,13 +24,40 @@ def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -
     """
     if not card.allocator:
         return graph
-    born = _last_births(graph)
+    births = _births(graph)
+    born = [ticks[-1] for ticks in births]
     added = [
         *_cublas_workspaces(graph, born, card.cublas_workspace_bytes(torch_version)),
         *_cublaslt_workspaces(graph, born, torch_version),
-        *_scratch(graph, born, card),
+        *_scratch(graph, births, card, torch_version),
     ]
     return dataclasses.replace(graph, storages=[*graph.storages, *added])
+
+
+def convolution_notes(
+    graph: StepGraph, card: DeviceProfile, torch_version: str, *, fits: bool = True
+) -> tuple[str, ...]:
+    """Returns what a plan says about the workspaces of its convolutions: where they come from, and if they are exact.
+
+    Args:
+        graph: a recording of two steps. Only the first of them is counted.
+        fits: False if the step does not fit into the budget.
+    """
+    known = _known_convolutions((op for op in graph.ops if op.step == 0), card, torch_version)
+    return tuple(
+        notes(
+            known.answers,
+            torch_version=torch_version,
+            others=known.others,
+            benchmark=known.benchmark,
+            silent=sources.reasons(),
+            fits=fits,
+        )
+    )
+
+
+def _known_convolutions(ops: Iterable[Op], card: DeviceProfile, torch_version: str) -> convolutions.Known:
+    return convolutions.known(((op.name, op.kernel) for op in ops), card, torch_version)
 
 
 def unknown_ops(graph: StepGraph) -> dict[str, int]:
@@ -39,20 +69,38 @@ def unknown_ops(graph: StepGraph) -> dict[str, int]:
     return counts
 
 
-def _last_births(graph: StepGraph) -> list[int]:
-    """Returns for each op the tick at which its last output is allocated. Kernels allocate scratch memory after it."""
-    born = [op.tick for op in graph.ops]
+def _births(graph: StepGraph) -> list[list[int]]:
+    """Returns for each op the ticks at which it allocates its outputs, in order; the op's tick if it allocates none."""
+    born: list[list[int]] = [[] for _ in graph.ops]
     for storage in graph.storages:
         if storage.op is not None and storage.lives:
-            born[storage.op] = max(born[storage.op], storage.lives[0][0])
-    return born
+            born[storage.op].append(storage.lives[0][0])
+    return [sorted(ticks) or [op.tick] for op, ticks in zip(graph.ops, born, strict=True)]
 
 
-def _scratch(graph: StepGraph, born: list[int], card: DeviceProfile) -> Iterator[Storage]:
-    """Yields the scratch memory of the ops for which a formula is registered. It lives for one tick."""
+def _scratch(graph: StepGraph, births: list[list[int]], card: DeviceProfile, torch_version: str) -> Iterator[Storage]:
+    """Yields the scratch memory of the ops for which a formula is registered.
+
+    What convolutions take is asked for all of them at once. A block after all outputs lives for one tick. Another block
+    lives until the tick of the output that follows it.
+    """
+    _known_convolutions(graph.ops, card, torch_version)
     for index, op in enumerate(graph.ops):
-        if op.kernel is not None and (formula := formula_of(op.name)) is not None:
-            yield from (_for_one_tick(size, index, born[index]) for size in formula(op.kernel, card) if size > 0)
+        if op.kernel is not None:
+            for block in blocks_of(op.name, op.kernel, card, torch_version):
+                life = _life(block, op.tick, births[index])
+                yield Storage(size_bytes=block.size_bytes, lives=[life], category=Category.WORKSPACE, op=index)
+
+
+def _life(block: Block, tick: int, births: list[int]) -> tuple[int, int]:
+    """Returns the ticks in which a block is alive.
+
+    Args:
+        tick: when the op began, before it allocated an output.
+        births: when the op allocated its outputs. Outputs that share the memory of others have no birth of their own.
+    """
+    start = tick if block.first == 0 else births[min(block.first, len(births)) - 1]
+    return start, births[block.last] if block.last < len(births) else births[-1] + 1
 
 
 def _for_one_tick(size_bytes: int, op: int, start: int) -> Storage:

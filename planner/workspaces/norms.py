@@ -1,10 +1,8 @@
-"""Formulas for the scratch memory of normalization layers, of the gradient of a convolution's bias, and of
-`torch._foreach_norm`, which gradient clipping calls."""
+"""Formulas for the scratch memory of normalization layers, and of `torch._foreach_norm` (gradient clipping)."""
 
 from __future__ import annotations
 
 from planner.profiles.device import DeviceProfile
-from planner.workspaces.reductions import reduction
 from planner.workspaces.registry import KernelCall, takes_scratch
 
 _ROWS_PER_BLOCK = 32
@@ -53,20 +51,6 @@ def group_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
     """
     samples, channels, groups = (call.arguments[name] for name in ("N", "C", "group"))
     return [4 * samples * channels] * 3 + [4 * samples * groups] * 2
-
-
-@takes_scratch("aten.convolution_backward.default", complete=False)
-def convolution_bias(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes in bytes of the scratch blocks of a convolution's backward, as far as they are known.
-
-    They belong to the sum that gives the gradient of the bias (Convolution.cpp). The workspace of cuDNN is not known,
-    so the formula is registered as incomplete.
-    """
-    layout = call.tensor("grad_output")
-    if not call.arguments["output_mask"][2]:
-        return []
-    dims = (0, *range(2, len(layout.shape)))
-    return reduction(layout, dims, accumulator_bytes=layout.accumulator_bytes, card=card)
 
 
 @takes_scratch("aten._foreach_norm.Scalar")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.profiles.device import DeviceProfile
@@ -42,6 +42,18 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CudnnSettings:
+    """The settings of `torch.backends.cudnn` with which an op ran. The defaults are PyTorch's."""
+
+    enabled: bool = True
+    allow_tf32: bool = True
+    """True if convolutions in fp32 may be rounded to TF32."""
+    deterministic: bool = False
+    benchmark: bool = False
+    """True if cuDNN chooses its algorithms by their time, which is not known without the card."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class KernelCall:
     """One call of an op: everything that the size of its scratch memory depends on."""
 
@@ -51,6 +63,7 @@ class KernelCall:
     Tensors are given as `Layout`s, and lists as tuples.
     """
     outputs: tuple[Layout, ...]
+    settings: CudnnSettings = CudnnSettings()
 
     def tensor(self, name: str) -> Layout:
         """Returns the argument `name`, which must be a tensor, as its layout."""
@@ -58,16 +71,32 @@ class KernelCall:
         return layout
 
 
-Formula = Callable[[KernelCall, DeviceProfile], list[int]]
-"""A function that takes a call and a card, and returns the sizes in bytes of the blocks of scratch memory.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """One block of scratch memory, with its place between the outputs of the call."""
 
-The blocks are those that the call allocates in addition to its outputs. All of them are alive at the same time, and are
-freed at the end of the call.
+    size_bytes: int
+    first: int
+    """Number of outputs that have been allocated when the block is allocated; 0 for a block before the first output."""
+    last: int
+    """Number of outputs that have been allocated when the block is freed, at least `first`. The block is freed before
+    the next output is allocated, or, after the last output, at the end of the call."""
+
+
+Formula = Callable[[KernelCall, DeviceProfile], Sequence[int | Block]]
+"""A function that takes a call and a card, and returns the blocks of scratch memory.
+
+The blocks are those that the call allocates in addition to its outputs, in the order of their allocation. A number
+stands for a block of that many bytes after all outputs, which is freed at the end of the call.
 """
+FormulaByVersion = Callable[[KernelCall, DeviceProfile, str], Sequence[int | Block]]
+"""A formula for a kernel that depends on the version of PyTorch, which is its third argument ('2.13.0')."""
 
-_FORMULAS: dict[str, Formula] = {}
+_FORMULAS: dict[str, Formula | FormulaByVersion] = {}
 _INCOMPLETE: set[str] = set()
 """Names of the ops whose formula does not count all scratch memory."""
+_BY_VERSION: set[str] = set()
+"""Names of the ops whose formula is a `FormulaByVersion`."""
 
 
 def takes_scratch(*names: str, complete: bool = True) -> Callable[[Formula], Formula]:
@@ -82,22 +111,52 @@ def takes_scratch(*names: str, complete: bool = True) -> Callable[[Formula], For
     """
 
     def register(formula: Formula) -> Formula:
-        for name in names:
-            if name in _FORMULAS or name in NEED_NOTHING:
-                raise ValueError(
-                    f"{name} cannot get this formula, because it has another one or is listed in `nothing`: list each "
-                    "op once"
-                )
-            _FORMULAS[name] = formula
+        _register(names, formula)
         _INCOMPLETE.update(() if complete else names)
         return formula
 
     return register
 
 
-def formula_of(name: str) -> Formula | None:
-    """Returns the formula of the op `name`; None if no formula is registered for it."""
-    return _FORMULAS.get(name)
+def takes_scratch_by_version(*names: str) -> Callable[[FormulaByVersion], FormulaByVersion]:
+    """Returns a decorator that registers a formula which also depends on the version of PyTorch (see `takes_scratch`).
+
+    Raises:
+        ValueError: (from the decorator) an op has a formula already, or is listed in `nothing`.
+    """
+
+    def register(formula: FormulaByVersion) -> FormulaByVersion:
+        _register(names, formula)
+        _BY_VERSION.update(names)
+        return formula
+
+    return register
+
+
+def _register(names: tuple[str, ...], formula: Formula | FormulaByVersion) -> None:
+    for name in names:
+        if name in _FORMULAS or name in NEED_NOTHING:
+            raise ValueError(
+                f"{name} cannot get this formula, because it has another one or is listed in `nothing`: list each "
+                "op once"
+            )
+        _FORMULAS[name] = formula
+
+
+def blocks_of(name: str, call: KernelCall, card: DeviceProfile, torch_version: str) -> list[Block]:
+    """Returns the blocks of scratch memory that a call takes; empty if no formula is registered for its op.
+
+    Args:
+        name: Full name of the op.
+        torch_version: a version as in `torch.__version__`.
+    """
+    formula: Any = _FORMULAS.get(name)
+    if formula is None:
+        return []
+    blocks = formula(call, card, torch_version) if name in _BY_VERSION else formula(call, card)
+    outputs = len(call.outputs)
+    placed = (block if isinstance(block, Block) else Block(block, outputs, outputs) for block in blocks)
+    return [block for block in placed if block.size_bytes > 0]
 
 
 def has_formula(name: str) -> bool:

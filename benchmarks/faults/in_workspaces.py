@@ -1,0 +1,55 @@
+"""Planted faults: the workspaces of convolutions."""
+
+from __future__ import annotations
+
+from benchmarks.faults.fault import Fault
+
+_CALLS = "tests/workspaces/test_convolution_calls.py"
+
+FAULTS = (
+    Fault(
+        name="workspaces-of-both-gradients-together",
+        path="planner/estimate/add_workspaces.py",
+        old="    return start, births[block.last] if block.last < len(births) else births[-1] + 1",
+        new="    return start, births[-1] + 1",
+        tests=(
+            "tests/estimate/test_convolution_workspaces.py"
+            "::test_each_workspace_is_born_after_its_output_and_dies_before_the_next",
+        ),
+        why="the workspaces of both gradients of a convolution are promised at the same time",
+    ),
+    Fault(
+        name="workspaces-tf32-is-not-asked",
+        path="planner/workspaces/cudnn/dispatch.py",
+        old='            tf32=x.dtype == "float32" and self.settings.allow_tf32,',
+        new="            tf32=False,",
+        tests=(f"{_CALLS}::test_a_forward_takes_its_workspace_after_the_output",),
+        why="the workspaces are those of algorithms that nobody uses in fp32",
+    ),
+    Fault(
+        name="workspaces-copies-are-forgotten",
+        path="planner/workspaces/cudnn/dispatch.py",
+        old="    if not is_contiguous(layout, channels_last=channels_last):\n        yield",
+        new="    if False:\n        yield",
+        tests=(f"{_CALLS}::test_an_image_in_channels_last_needs_a_weight_and_a_gradient_in_it",),
+        why="the copies of tensors in another memory format are not promised",
+    ),
+    Fault(
+        name="workspaces-old-cards-ask-new-versions",
+        path="planner/workspaces/cudnn/versions.py",
+        old="    return capability >= _FIRST_OF_NEW_CARDS or version <= _LAST_FOR_OLD_CARDS",
+        new="    return True",
+        tests=("tests/workspaces/test_asking_cudnn.py::test_a_library_is_not_asked_about_cards_that_it_does_not_know",),
+        why="a V100's workspaces are promised as nothing, because a newer cuDNN does not know the card",
+    ),
+    Fault(
+        name="workspaces-estimates-are-called-exact",
+        path="planner/workspaces/cudnn/sources.py",
+        old="    is_exact = expected(torch_version, capability).is_pinned and capability in table.capabilities",
+        new="    is_exact = True",
+        tests=(
+            "tests/workspaces/test_cudnn_tables.py::test_a_card_without_a_column_has_that_of_the_capability_below_it",
+        ),
+        why="a note says that workspaces are cuDNN's, and they are those of another version or card",
+    ),
+)

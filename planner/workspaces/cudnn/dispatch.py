@@ -1,0 +1,216 @@
+"""Which kernels PyTorch runs for a convolution, what it asks of cuDNN, and which copies of tensors it makes.
+
+Sources, in aten/src/ATen/native: Convolution.cpp (`_select_conv_backend`, `use_cudnn`, `use_cudnn_depthwise`,
+`check_cudnn_depthwise_workload_with_filter`, `convolution_backward`) and cudnn/ConvShared.cpp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+from planner.workspaces.cudnn.convolution import (
+    FORWARD,
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    ITEM_BYTES,
+    Convolution,
+    Kind,
+    Shape,
+)
+from planner.workspaces.cudnn.layouts import (
+    contiguous,
+    convolves_channels_last,
+    in_two_dimensions,
+    is_contiguous,
+    suggests_channels_last,
+)
+from planner.workspaces.registry import CudnnSettings, KernelCall, Layout
+
+_MOST_ELEMENTS = 2**31 - 1
+"""Maximum number of elements for PyTorch's own kernels (`canUse32BitIndexMath`)."""
+FORWARD_OP, BACKWARD_OP = "aten.convolution.default", "aten.convolution_backward.default"
+
+
+class Kernels(enum.Enum):
+    """The kernels that PyTorch chooses between."""
+
+    CUDNN = "cuDNN"
+    DEPTHWISE = "PyTorch's kernels for depthwise convolutions, which take no scratch memory"
+    OTHER = "PyTorch's kernels for what cuDNN does not run, with scratch memory that is not known"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """Memory that a convolution takes while it runs, with its place between the outputs (see `registry.Block`)."""
+
+    taken: Convolution | int
+    """The convolution that cuDNN computes in this place, with a workspace; or the bytes of a copy of a tensor."""
+    first: int
+    last: int
+
+
+def is_convolution(op: str) -> bool:
+    """True if the op is a convolution, or the backward of one."""
+    return op in (FORWARD_OP, BACKWARD_OP)
+
+
+def kernels_of(call: KernelCall) -> Kernels:
+    """Returns the kernels that PyTorch runs for a convolution, or for its backward."""
+    if not call.settings.enabled or call.tensor("input").dtype not in ITEM_BYTES:
+        return Kernels.OTHER
+    x, w, options = _inputs(call)
+    if not options.transposed and 1 < options.groups == x.shape[1] and w.shape[0] % x.shape[1] == 0:
+        return Kernels.CUDNN if _runs_depthwise_in_cudnn(x, w, options) else Kernels.DEPTHWISE
+    too_much = any(more >= step for more, step in zip(options.output_padding, options.stride, strict=True))
+    return Kernels.OTHER if too_much else Kernels.CUDNN
+
+
+def shape_of(call: KernelCall) -> Shape:
+    """Returns the sizes of a convolution, or of the one that a transposed convolution is the gradient of."""
+    x, w, options = _inputs(call)
+    return options.shape(_image_of_transposed(call) if options.transposed else x, w)
+
+
+def placed_of(call: KernelCall) -> list[Placed]:
+    """Returns what a convolution takes, or its backward, in the order in which it is allocated.
+
+    The scratch memory of the sum that gives the gradient of a bias is not in the list.
+    """
+    if call.tensor("input").numel == 0 or kernels_of(call) is not Kernels.CUDNN:
+        return []
+    return list(_backward(call) if "grad_output" in call.arguments else _forward(call))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Options:
+    """Options of a convolution, one item for each spatial dimension where there are several."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    groups: int
+    transposed: bool
+    settings: CudnnSettings
+
+    def shape(self, x: Layout, w: Layout) -> Shape:
+        return Shape(x.shape, w.shape, self.stride, self.padding, self.dilation)
+
+    def asked(self, operation: str, *, x: Layout, w: Layout, channels_last: bool) -> Convolution:
+        """Returns what is asked of cuDNN. The image `x` is the larger side: the result of a transposed convolution."""
+        kind = Kind(
+            operation=operation,
+            dtype=x.dtype,
+            channels_last=channels_last,
+            tf32=x.dtype == "float32" and self.settings.allow_tf32,
+            deterministic=self.settings.deterministic,
+        )
+        return Convolution(kind, self.shape(x, w))
+
+
+def _inputs(call: KernelCall) -> tuple[Layout, Layout, _Options]:
+    """Returns image, weight and options. One-dimensional convolutions are given as two-dimensional ones."""
+    x, w = call.tensor("input"), call.tensor("weight")
+    dims = len(w.shape) - 2
+    names = ("stride", "padding", "dilation", "output_padding")
+    lists = {name: _one_for_each(call.arguments[name], dims) for name in names}
+    if dims == 1:
+        x, w = in_two_dimensions(contiguous(x, channels_last=False)), in_two_dimensions(w)
+        fillers = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
+        lists = {name: (filler, *lists[name]) for name, filler in fillers.items()}
+    groups, transposed = call.arguments["groups"], call.arguments["transposed"]
+    return x, w, _Options(**lists, groups=groups, transposed=transposed, settings=call.settings)
+
+
+def _one_for_each(numbers: Any, dims: int) -> tuple[int, ...]:
+    """Returns one number for each spatial dimension. PyTorch accepts a single number for all of them."""
+    return tuple(numbers) * dims if len(numbers) == 1 else tuple(numbers)
+
+
+def _runs_depthwise_in_cudnn(x: Layout, w: Layout, options: _Options) -> bool:
+    """True if PyTorch gives a depthwise convolution to cuDNN: huge ones, in channels_last, and some sizes in fp16."""
+    if convolves_channels_last(x, w) or max(x.numel, w.numel) > _MOST_ELEMENTS:
+        return True
+    if not (x.dtype == w.dtype == "float16" and len(x.shape) == 4 and set(options.dilation) == {1}):
+        return False
+    samples, channels, height, width = x.shape
+    (kernel_height, kernel), (stride_height, stride) = w.shape[2:], options.stride
+    if channels < 32 or (stride_height != stride and height != 1):
+        return False
+    if height == 1 and stride == 1:
+        return True
+    if kernel_height != kernel or kernel not in (1, 3, 5) or width < 7 or stride not in (1, 2):
+        return False
+    if stride == 1:
+        return True
+    if samples == 1:
+        return kernel != 1 or width <= 28
+    if kernel == 1:
+        return samples <= 16 and channels >= 128 and width <= 7
+    return channels >= 512 or (channels >= 256 and width >= 28)
+
+
+def _copy(layout: Layout, first: int, last: int, *, channels_last: bool) -> Iterator[Placed]:
+    """Yields the copy that `Tensor.contiguous` makes of a tensor; nothing if it makes none."""
+    if not is_contiguous(layout, channels_last=channels_last):
+        yield Placed(layout.nbytes, first, last)
+
+
+def _image_of_transposed(call: KernelCall) -> Layout:
+    """Returns the result of a transposed convolution, which is the image of the convolution that it transposes."""
+    output = call.outputs[0]
+    return in_two_dimensions(output) if len(output.shape) == 3 else output
+
+
+def _copies_of_input(call: KernelCall, x: Layout, last: int, *, channels_last: bool) -> Iterator[Placed]:
+    """Yields the copy of a one-dimensional image that is not contiguous, and that of `x`, the image for cuDNN."""
+    if len((given := call.tensor("input")).shape) == 3:
+        yield from _copy(given, 0, last, channels_last=False)
+    yield from _copy(x, 0, last, channels_last=channels_last)
+
+
+def _forward(call: KernelCall) -> Iterator[Placed]:
+    x, w, options = _inputs(call)
+    channels_last = convolves_channels_last(x, w)
+    yield from _copies_of_input(call, x, 1, channels_last=channels_last)
+    yield from _copy(w, 1, 1, channels_last=channels_last)
+    if options.transposed:
+        image = _image_of_transposed(call)
+        yield Placed(options.asked(GRAD_INPUT, x=image, w=w, channels_last=channels_last), 1, 1)
+    else:
+        yield Placed(options.asked(FORWARD, x=x, w=w, channels_last=channels_last), 1, 1)
+
+
+def _backward(call: KernelCall) -> Iterator[Placed]:
+    """Yields the copies for both gradients, then the input's gradient with what it takes, then the weight's."""
+    x, w, options = _inputs(call)
+    gradient = call.tensor("grad_output")
+    if len(gradient.shape) == 3:
+        gradient = in_two_dimensions(gradient)
+    of_input, of_weight = call.arguments["output_mask"][:2]
+    last = int(of_input) + int(of_weight)
+    if not last:
+        return
+    # 1. Copies that both gradients use, made before either of them.
+    if of_weight:
+        channels_last = convolves_channels_last(x, w)
+        yield from _copies_of_input(call, x, last, channels_last=channels_last)
+        x = contiguous(x, channels_last=channels_last)
+    channels_last = suggests_channels_last(x)
+    yield from _copy(gradient, 0, last, channels_last=channels_last)
+    gradient = contiguous(gradient, channels_last=channels_last)
+    # 2. The gradient of the input. That of a transposed convolution is a convolution of the output's gradient.
+    if of_input:
+        channels_last = convolves_channels_last(gradient, w)
+        yield from _copy(w, 1, 1, channels_last=channels_last)
+        yield from _copy(gradient, 1, 1, channels_last=channels_last)
+        operation, image = (FORWARD, gradient) if options.transposed else (GRAD_INPUT, x)
+        yield Placed(options.asked(operation, x=image, w=w, channels_last=channels_last), 1, 1)
+    # 3. The gradient of the weight.
+    if of_weight:
+        channels_last = convolves_channels_last(x, gradient)
+        image = gradient if options.transposed else x
+        yield Placed(options.asked(GRAD_WEIGHT, x=image, w=w, channels_last=channels_last), last, last)

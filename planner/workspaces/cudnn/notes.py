@@ -1,0 +1,70 @@
+"""The notes of a plan on the workspaces of its convolutions."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Sequence
+
+from planner.workspaces.cudnn.asking import Version
+from planner.workspaces.cudnn.fallback import CLOSE
+from planner.workspaces.cudnn.sources import Answer, Source
+
+_REMEDY = "to ask cuDNN itself, which needs no GPU, install torch-planner[cudnn]"
+
+
+def notes(
+    answers: Sequence[Answer],
+    *,
+    torch_version: str,
+    others: int,
+    benchmark: bool,
+    silent: Sequence[str],
+    fits: bool = True,
+) -> Iterator[str]:
+    """Yields notes on the workspaces of a plan's convolutions; none if it has no convolution.
+
+    Args:
+        answers: one for each call of cuDNN.
+        torch_version: the release of PyTorch that the plan is for.
+        others: number of convolutions whose scratch memory is not known, because they do not run on cuDNN.
+        benchmark: True if `torch.backends.cudnn.benchmark` is on.
+        silent: the reasons why libraries of this machine did not answer.
+        fits: False if the plan does not fit into the budget.
+    """
+    kinds = collections.Counter((each.source, each.version, each.is_exact) for each in answers)
+    release = ".".join(torch_version.split(".")[:2])
+    for (source, version, is_exact), count in sorted(kinds.items(), key=lambda pair: -pair[1]):
+        calls = f"{count:,} of {len(answers):,} workspaces of convolutions"
+        if source is Source.FORMULA:
+            remedy = "" if any(kind[0] is Source.LIBRARY for kind in kinds) else f"; {_REMEDY}"
+            yield (
+                f"{calls} are estimated by a formula: half of such estimates are within {CLOSE:.0%} of the bytes of "
+                f"the convolution's tensors, and the others may be wrong by as much as these bytes{remedy}"
+            )
+        elif source is Source.SCALED:
+            yield f"{calls} are estimates, {source.value} for cuDNN {_text(version)}; {_REMEDY}"
+        elif is_exact:
+            yield f"{calls} are those of cuDNN {_text(version)}, which torch {release} runs ({source.value})"
+        else:
+            yield (
+                f"{calls} are estimates: those of cuDNN {_text(version)} ({source.value}). It is not known to be the "
+                f"version that torch {release} runs on this card"
+            )
+    if others:
+        yield f"some convolutions do not run on cuDNN ({others:,} ops), and their scratch memory is not counted"
+    if benchmark and answers:
+        yield (
+            "torch.backends.cudnn.benchmark is on: cuDNN then chooses algorithms by their time, and while it tries "
+            "them it takes more memory than is counted here"
+        )
+    if not fits and any(each.size_bytes for each in answers):
+        yield (
+            "if the workspace of a convolution does not fit, PyTorch takes a slower algorithm that needs less, so that "
+            "the step may run in less memory than this plan says"
+        )
+    if answers:
+        yield from (f"cuDNN could not be asked: {reason}" for reason in silent)
+
+
+def _text(version: Version | None) -> str:
+    return ".".join(map(str, version or ()))

@@ -1,0 +1,82 @@
+"""Answers of cuDNN that are kept in the user's cache folder, so that each question is asked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Mapping
+
+_MOST_ANSWERS = 20_000
+"""Maximum number of answers that a file keeps, about 2 MB. The oldest are dropped."""
+_MOST_FILES = 24
+"""Maximum number of files that the folder keeps. The oldest are removed."""
+
+
+def cache_folder() -> pathlib.Path:
+    """Returns the folder for what the planner keeps: `torch-planner/cudnn` in XDG_CACHE_HOME, or in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base, "torch-planner", "cudnn")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remembered:
+    """The answers of one libcudnn for the cards of one compute capability."""
+
+    folder: pathlib.Path | None
+    """Folder of the file; None if it cannot be written, so that nothing is kept."""
+    name: str
+    """Name of the file."""
+    version: tuple[int, int, int] | None = None
+    """Version of cuDNN; None if nothing is kept."""
+    workspaces: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes by the text of a convolution, -1 for those that the library cannot compute."""
+
+    @classmethod
+    def of(cls, path: pathlib.Path, capability: tuple[int, int]) -> Remembered:
+        """Returns what is kept of a library. Another file at the same path has other answers.
+
+        Raises:
+            OSError: there is no library at `path`.
+        """
+        about = path.stat()
+        identity = hashlib.sha256(f"{path.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
+        name = f"{identity}-{capability[0]}.{capability[1]}.txt"
+        try:
+            folder = cache_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError):  # a home that cannot be written, or a user without one
+            return cls(None, name)
+        if not os.access(folder, os.W_OK):
+            return cls(None, name)
+        try:
+            first, *lines = (folder / name).read_text(encoding="utf-8").splitlines()
+            major, minor, patch = map(int, first.split())
+            answers = (line.rpartition(" ") for line in lines)
+            return cls(folder, name, (major, minor, patch), {text: int(size) for text, _, size in answers})
+        except (OSError, ValueError):  # there is none yet, or it is not complete: it is written anew
+            return cls(folder, name)
+
+    def with_answers(self, version: tuple[int, int, int], found: Mapping[str, int]) -> Remembered:
+        """Returns these answers and new ones, and keeps them. The file is replaced as a whole."""
+        together = {**(self.workspaces if version == self.version else {}), **found}
+        result = dataclasses.replace(self, version=version, workspaces=together)
+        if self.folder is not None:
+            kept = list(together.items())[-_MOST_ANSWERS:]
+            lines = (" ".join(map(str, version)), *(f"{text} {size}" for text, size in kept))
+            written = self.folder / f"{self.name}.{os.getpid()}"
+            try:
+                written.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                written.replace(self.folder / self.name)
+                _drop_oldest(self.folder)
+            except OSError:  # the disk is full, or another process removed the file: this process has the answers
+                written.unlink(missing_ok=True)
+        return result
+
+
+def _drop_oldest(folder: pathlib.Path) -> None:
+    """Removes the oldest files if there are too many."""
+    files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    for path in files[:-_MOST_FILES]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,101 @@
+"""The tables of cuDNN's workspaces that come with the planner, for common convolutions.
+
+`python -m benchmarks.cudnn_tables` made them by asking cuDNN. Each version of cuDNN has a file of compressed text. Its
+first line is JSON and says how it was made, for which compute capabilities, and for which kinds of convolutions. Each
+other line has the sizes of a convolution, and for each capability the workspaces of all kinds, separated by commas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import lzma
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from planner.workspaces.cudnn.convolution import Convolution, Shape
+
+Version = tuple[int, int, int]
+
+_SAME_AS: dict[Version, Version] = {(9, 19, 0): (9, 20, 0)}
+"""Versions whose answers are those of another version, so that they need no file: all workspaces of a table of 9.19.0
+were compared with those of 9.20.0, 22,722 for each compute capability, and none differs."""
+FOLDER = pathlib.Path(str(importlib.resources.files("planner.profiles"))) / "cudnn"
+
+
+def written(workspaces: Sequence[int]) -> str:
+    """Returns the text for the workspaces of all kinds. An empty item stands for 0, '-' for none that is known."""
+    return ",".join("-" if size < 0 else str(size or "") for size in workspaces)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """The workspaces of one version of cuDNN."""
+
+    version: Version
+    capabilities: tuple[tuple[int, int], ...]
+    kinds: Mapping[str, int]
+    """Position of each kind by its text."""
+    lines: Mapping[str, str]
+    """The workspaces by the text of the sizes of a convolution."""
+    batches: Mapping[str, list[int]]
+    """The numbers of samples by the text of the other sizes."""
+
+    def nearest(self, capability: tuple[int, int]) -> tuple[int, int]:
+        """Returns the capability that stands for this one: itself, the one below it, or the lowest."""
+        return max((each for each in self.capabilities if each <= capability), default=self.capabilities[0])
+
+    def with_other_batches(self, convolution: Convolution) -> list[Convolution]:
+        """Returns the table's convolutions that differ in the number of samples only, the nearest number first."""
+        samples, _, rest = convolution.shape.text.partition(",")
+        others = sorted(self.batches.get(rest, ()), key=lambda other: abs(math.log(other / int(samples))))
+        shapes = (Shape.of(f"{other},{rest}") for other in others if other != int(samples))
+        return [Convolution(convolution.kind, shape) for shape in shapes]
+
+    def workspace_bytes(self, convolution: Convolution, capability: tuple[int, int]) -> int | None:
+        """Returns the bytes of a workspace; None if the table does not have the convolution.
+
+        Args:
+            capability: one of `capabilities`.
+        """
+        line, kind = self.lines.get(convolution.shape.text), self.kinds.get(convolution.kind.text)
+        if line is None or kind is None:
+            return None
+        size = line.split(" ")[self.capabilities.index(capability)].split(",")[kind]
+        return None if size == "-" else int(size or 0)
+
+
+def versions() -> tuple[Version, ...]:
+    """Returns the versions of cuDNN that have a table, from the oldest to the newest."""
+    names = (path.stem.split(".") for path in FOLDER.glob("*.xz"))
+    found = {(int(major), int(minor), int(patch)) for major, minor, patch in names}
+    return tuple(sorted(found | {version for version, same in _SAME_AS.items() if same in found}))
+
+
+@functools.lru_cache(maxsize=2)
+def load(version: Version) -> Table:
+    """Returns the table of a version of cuDNN, which must be one of `versions()`."""
+    table = read(FOLDER / f"{'.'.join(map(str, _SAME_AS.get(version, version)))}.xz")
+    return dataclasses.replace(table, version=version)
+
+
+def read(path: pathlib.Path) -> Table:
+    """Returns the table that a file has."""
+    first, *lines = lzma.decompress(path.read_bytes()).decode().splitlines()
+    header = json.loads(first)
+    major, minor, patch = map(int, header["cudnn"].split("."))
+    pairs = (text.split(".") for text in header["capabilities"])
+    batches: dict[str, list[int]] = {}
+    for line in lines:
+        samples, _, rest = line.partition(" ")[0].partition(",")
+        batches.setdefault(rest, []).append(int(samples))
+    return Table(
+        version=(major, minor, patch),
+        capabilities=tuple((int(first), int(second)) for first, second in pairs),
+        kinds={text: place for place, text in enumerate(header["kinds"])},
+        lines=dict(line.split(" ", 1) for line in lines),
+        batches=batches,
+    )

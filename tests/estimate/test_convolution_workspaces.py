@@ -1,0 +1,99 @@
+"""The workspaces of convolutions in the stream of allocations, in the simulated allocator, and in a plan's notes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import planner
+from examples import convnet
+from planner import profiles
+from planner.estimate.add_workspaces import convolution_notes, with_workspaces
+from planner.estimate.allocation_stream import allocation_stream
+from planner.recording.rehearsal import rehearse_program
+from planner.virtual_gpu.backend import Target
+from planner.workspaces import convolutions
+from planner.workspaces.cudnn.sources import Answer, Source
+
+CARD = profiles.load("a100-40gb")
+SIZES = {"forward": 1001, "grad_input": 1003, "grad_weight": 1007}
+
+
+def recorded(program):
+    return rehearse_program(program, Target(compute_capability=CARD.compute_capability))
+
+
+def test_each_workspace_is_born_after_its_output_and_dies_before_the_next(monkeypatch):
+    """The order in which a public recording of the allocator has the blocks of `run_conv_plan` (JasperSolt/EoR_NN)."""
+    monkeypatch.setattr(
+        convolutions,
+        "workspaces",
+        lambda wanted, *_: {each: Answer(SIZES[each.kind.operation], Source.TABLE, None, True) for each in wanted},
+    )
+
+    def program(device: torch.device) -> None:
+        layer = nn.Conv2d(5, 7, 3, device=device)
+        images = torch.rand(2, 5, 11, 11, device=device, requires_grad=True)
+        layer(images).backward(torch.rand(2, 7, 9, 9, device=device))
+
+    graph = with_workspaces(recorded(program), CARD, "2.13.0")
+    ids, sizes, _ = allocation_stream(graph)
+    names = {4 * 2 * 7 * 9 * 9: "output", 4 * 2 * 5 * 11 * 11: "image", 4 * 7 * 5 * 9: "weight", 4 * 7: "bias"}
+    names |= {size: f"workspace of {operation}" for operation, size in SIZES.items()}
+    born: dict[int, str] = {}
+    story = []
+    for block, size in zip(ids.tolist(), sizes.tolist(), strict=True):
+        if size:
+            born[block] = names.get(size, "other")
+        story.append(f"{'' if size else '-'}{born[block]}")
+    forward = story.index("workspace of forward")
+    assert story[forward - 1 : forward + 2] == ["output", "workspace of forward", "-workspace of forward"]
+    backward = story.index("workspace of grad_input")
+    assert story[backward - 1 : backward + 6] == [
+        *("image", "workspace of grad_input", "-workspace of grad_input"),
+        *("weight", "workspace of grad_weight", "-workspace of grad_weight", "bias"),
+    ]
+
+
+def test_copies_for_another_memory_format_live_as_long_as_pytorch_keeps_them():
+    """An image in channels_last and a weight that is not: the weight is copied, and the gradient of the output."""
+
+    def program(device: torch.device) -> None:
+        weight = torch.rand(7, 5, 3, 3, device=device, requires_grad=True)
+        images = torch.rand(2, 5, 11, 11, device=device).to(memory_format=torch.channels_last).requires_grad_()
+        output = nn.functional.conv2d(images, weight)
+        output.backward(torch.rand(2, 7, 9, 9, device=device))
+
+    plain = recorded(program)
+    added = with_workspaces(plain, CARD, "2.13.0").storages[len(plain.storages) :]
+    lives = {(each.size_bytes, each.lives[0][1] - each.lives[0][0]) for each in added}
+    of_weight, of_gradient = 4 * 7 * 5 * 9, 4 * 2 * 7 * 9 * 9
+    assert {(of_weight, 1), (of_gradient, 3)} <= lives
+
+
+def test_the_notes_of_a_plan_name_the_source_of_its_workspaces():
+    model, batch, loss_fn = convnet.build(batch_size=32)
+    plan = planner.plan(model, batch, loss_fn=loss_fn, vram=None, gpu="a100-40gb")
+    (note,) = (note for note in plan.notes if "workspaces of convolutions" in note)
+    assert note == (
+        "59 of 59 workspaces of convolutions are those of cuDNN 9.20.0, which torch 2.13 runs "
+        "(from the planner's tables)"
+    )
+    assert not any("unknown" in note and "convolution" in note for note in plan.notes)
+
+
+def test_cudnn_benchmark_and_convolutions_that_are_not_cudnns_are_noted():
+    def program(device: torch.device) -> None:
+        images = torch.rand(2, 5, 11, 11, device=device)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            nn.functional.conv2d(images, torch.rand(7, 5, 3, 3, device=device))
+        with torch.backends.cudnn.flags(enabled=False):
+            nn.functional.conv2d(images, torch.rand(7, 5, 3, 3, device=device))
+
+    notes = convolution_notes(recorded(program), CARD, "2.13.0")
+    assert any("1 of 1 workspaces" in note and "by a formula" in note for note in notes)
+    assert any("benchmark is on" in note for note in notes)
+    assert any("do not run on cuDNN (1 ops)" in note for note in notes)
+    assert not any("may run in less memory" in note for note in notes)
+    too_large = convolution_notes(recorded(program), CARD, "2.13.0", fits=False)
+    assert any("may run in less memory" in note for note in too_large)
