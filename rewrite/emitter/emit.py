@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from planner.errors import PlanFileError
 from planner.plan_types.plan import Plan, write_atomically
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
-from planner.rewrite.emitted_code import WIDTH, EmittedCode, environment_source, torchrun
+from planner.rewrite.emitted_code import WIDTH, EmittedCode, environment_source, literal, torchrun
 from planner.rewrite.emitter import own_step_source
 from planner.rewrite.emitter.check_source import CheckSource, check_source
 from planner.rewrite.emitter.header import header
@@ -390,11 +390,11 @@ def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: 
 
 def _guidance(file_name: str, make_optimizer: str, *, has_check: bool) -> str:
     """Return the source of `main` for a plan of a live model. It only says how to import the file's functions."""
-    module = pathlib.Path(file_name).stem
+    names = f"{'check, ' if has_check else ''}{make_optimizer}, rewrite, training_step"
     return (
         "def main():\n"
         "    raise SystemExit(\n"
         '        "The plan was made for a live model, which this file cannot build. Where yours is built:\\n"\n'
-        f'        "    from {module} import {"check, " if has_check else ""}{make_optimizer}, rewrite, training_step"\n'
+        f"        {literal(f'    from {pathlib.Path(file_name).stem} import {names}')}\n"
         "    )\n"
     )
