@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
+import os
 import pathlib
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from planner.cli.training_lines import LOOPS
 from planner.default_batch import with_default_batch
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.fewest_cards import plan_on_cards
+from planner.files import reading
 from planner.for_program import UNSUPPORTED, plan_for_program, terms_for
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
@@ -34,7 +36,7 @@ from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import read_shapes
 from planner.workload.budget import Budget, card_and_budget
 from planner.workload.cards import resolve_card, with_allocator_options
-from planner.workload.loading import load_callable, load_workload
+from planner.workload.loading import load_callable, load_workload, names_code
 from planner.workload.programs import PROGRAMS
 from planner.workload.workload import Workload
 
@@ -65,6 +67,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     """
     saved = _saved_plan(options.model)
     if saved is not None:
+        _refuse_untrusted_code(saved, options)
         return _replan(saved, options, watch)
     watch.stage("loading the model")
     if options.margin is not None and options.vram is None and not options.smallest_card:
@@ -341,13 +344,32 @@ def _refuse_another_loop(saved: Plan, options: argparse.Namespace) -> None:
         )
 
 
+def _refuse_untrusted_code(saved: Plan, options: argparse.Namespace) -> None:
+    """Refuses a saved plan whose model or own function is Python code, unless the user says that it may be run.
+
+    Raises:
+        PlanFileError: the message names the code, and says how to plan it again.
+    """
+    reference = saved.model.reference or ""
+    divided_by = next((decision.dividing_function for decision in saved.decisions if decision.dividing_function), "")
+    code = reference if names_code(reference) else divided_by
+    if code and not options.trust_reference:
+        raise PlanFileError(
+            f"the plan '{options.model}' is for '{code}', and to plan it again runs that Python code: give "
+            "--trust-reference if you trust this file, or plan the model itself, as in plan "
+            f"{shlex.quote(reference)}"
+        )
+
+
 def _saved_plan(reference: str) -> Plan | None:
     """Returns the saved plan if MODEL is the path of one, else None."""
     path = pathlib.Path(reference)
-    if path.suffix.lower() != ".json" or not path.is_file():
+    if path.suffix.lower() != ".json" or not os.path.isfile(path):
         return None
     try:
-        data = json.loads(path.read_text())
+        data = reading.json_data(path)
+    except OSError as error:
+        raise PlanFileError(f"'{path}' cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise PlanFileError(
             f"'{path}' is not JSON ({error}): give a transformers config.json or a saved plan"

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import pathlib
 import sys
 import traceback
@@ -100,7 +101,7 @@ def load_workload(
         answers=answers,
         choose=choose or (lambda workloads: max(workloads, key=lambda workload: workload.batch_bytes)),
     )
-    if ":" in reference and not pathlib.Path(reference).exists():
+    if names_code(reference):
         if dtype is not None:
             raise WorkloadError(
                 f"'{reference}' builds the model itself, so --dtype does not apply: convert the model there, as in "
@@ -130,6 +131,11 @@ def load_workload(
     if path.is_file() or path.is_dir() or not reference.startswith((".", "/")):
         return _from_transformers(reference, request)
     raise WorkloadError(f"model '{reference}' does not exist: give {FORMS}")
+
+
+def names_code(reference: str) -> bool:
+    """Returns True if MODEL is a Python function or class, so that loading it runs code."""
+    return ":" in reference and not os.path.exists(reference)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

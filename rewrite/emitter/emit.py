@@ -12,7 +12,8 @@ import textwrap
 from collections.abc import Iterable
 
 from planner.errors import PlanFileError
-from planner.plan_types.plan import Plan, write_atomically
+from planner.files.writing import write_atomically
+from planner.plan_types.plan import Plan
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
 from planner.rewrite.emitted_code import WIDTH, EmittedCode, environment_source, literal, torchrun
 from planner.rewrite.emitter import own_step_source

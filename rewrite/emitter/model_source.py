@@ -9,12 +9,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
-import json
 import pathlib
 import textwrap
 from typing import Any
 
 from planner.errors import PlanFileError
+from planner.files import reading
 from planner.plan_types.adapter import compute_dtype, quantization_options
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import assignment, literal
@@ -84,7 +84,7 @@ def _transformers_source(plan: Plan, reference: str) -> ModelSource:
             return _adapted_source(plan, {}, reference)
         return _hub_source(kind, reference, dtype)
     try:
-        config = json.loads(config_path.read_text())
+        config = reading.json_data(config_path)
     except (OSError, ValueError) as error:
         raise PlanFileError(
             f"the plan was made from '{config_path}', which cannot be read ({error}): restore this file, or make the "
@@ -286,8 +286,8 @@ def _parameters(location: str, name: str) -> set[str]:
         file = location if spec is None else spec.origin
         if file is None:
             return set()
-        tree = ast.parse(pathlib.Path(file).read_text())
-    except (ImportError, OSError, SyntaxError, TypeError, ValueError):
+        tree = ast.parse(reading.content(file))
+    except (ImportError, OSError, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return set()
     definitions = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     definition = definitions.get(name)
