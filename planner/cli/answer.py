@@ -72,6 +72,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     watch.stage("loading the model")
     if options.margin is not None and options.vram is None and not options.smallest_card:
         raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
+    _refuse_without_effect(options)
     options, checkpoints = _with_checkpointing_of_library(options)
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
     _refuse_forced(options, optimizer)
@@ -342,6 +343,21 @@ def _refuse_another_loop(saved: Plan, options: argparse.Namespace) -> None:
             f"the plan was made {made_for}, and no other loop runs the same training step: {remedy} the model again "
             "with the --for that you want"
         )
+
+
+def _refuse_without_effect(options: argparse.Namespace) -> None:
+    """Refuses limits on a plan where there is none, since without a budget only the baseline is rehearsed.
+
+    Raises:
+        WorkloadError: the message names the option.
+    """
+    if options.vram is not None or options.smallest_card or options.tradeoff or options.cards:
+        return
+    for name in ("force", "max_slowdown"):
+        if getattr(options, name):
+            raise WorkloadError(
+                f"{option(name)} has no effect without a budget: give --vram, such as --vram 6GiB, or leave it out"
+            )
 
 
 def _refuse_untrusted_code(saved: Plan, options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any, TextIO, cast
 
 
 def open_missing() -> None:
@@ -30,31 +31,40 @@ def discard_standard_output() -> None:
     os.close(nowhere)
 
 
+class _Unclosable:
+    """A text stream that stays open if the model's code closes it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stream)
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
 @contextlib.contextmanager
 def standard_output_to_error() -> Iterator[None]:
     """Redirect standard output to standard error, also for subprocesses and C code, which write to descriptor 1.
 
-    Both streams are as before afterwards, even if the model's code closes them.
+    Both streams are as before afterwards, even if the model's code closes them or their descriptors.
     """
     sys.stdout.flush()
     output, error = os.dup(1), os.dup(2)
-    stderr = sys.stderr
     os.dup2(2, 1)
+    stand_in = cast(TextIO, _Unclosable(sys.stderr))
     try:
-        # A file of its own: to close it as sys.stdout does not close standard error.
-        with (
-            open(os.dup(2), "w", errors="backslashreplace", buffering=1) as stand_in,
-            contextlib.redirect_stdout(stand_in),
-        ):
+        with contextlib.redirect_stdout(stand_in), contextlib.redirect_stderr(stand_in):
             yield
     finally:
         os.dup2(output, 1)
         os.dup2(error, 2)
         os.close(output)
         os.close(error)
-        if stderr.closed:
-            stderr = open(2, "w", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-        sys.stderr = stderr
 
 
 @contextlib.contextmanager

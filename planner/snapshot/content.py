@@ -196,7 +196,7 @@ def _segment(data: Mapping[str, Any]) -> Segment:
         is_small=data["segment_type"] == "small",
         blocks=tuple(blocks),
     )
-    if segment.size_bytes != data["total_size"]:
+    if segment.size_bytes != _whole(data["total_size"]):
         raise ValueError(
             f"the blocks of the segment at {segment.address:#x} have {segment.size_bytes} bytes together, but its "
             f"total_size is {data['total_size']}"

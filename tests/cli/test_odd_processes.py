@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -23,7 +24,6 @@ def build(batch_size=4):
     {misbehaviour}
     return torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.ones(batch_size, 4), lambda output, batch: output.sum()
 """
-slow = [pytest.mark.slow, pytest.mark.thorough]
 
 
 def model(folder: pathlib.Path, misbehaviour: str = "pass") -> str:
@@ -54,7 +54,7 @@ MISBEHAVIOUR = {
     "raise ValueError('a\\nb')": "ValueError: a",
     "sys.stdout.close(); raise ValueError('after')": "after",
     "sys.stderr.close(); raise ValueError('after')": "after",
-    "os.close(1); os.close(2); raise ValueError('after')": "after",
+    "os.close(1); os.close(2); raise ValueError('after')": "net.py:build' raised ",
     "raise MemoryError": "Memory",
     "(lambda f: f(f))(lambda f: f(f))": "ecursion",
 }
@@ -74,17 +74,20 @@ def test_code_that_misbehaves_ends_the_command_with_one_line(misbehaviour, tmp_p
 
 def test_code_that_closes_the_streams_and_returns_gets_its_answer(tmp_path, capfd):
     assert main([model(tmp_path, "sys.stdout.close()"), "--gpu", "bare", "-q"]) == 0
-    assert "fits" in capfd.readouterr().out or True
+    assert capfd.readouterr().out.startswith("Sequential needs ")
     print("standard output still works")
     assert "still works" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_code_that_forks_and_returns_twice_gets_one_answer(tmp_path):
     found = run(model(tmp_path, "os.fork()"), "--gpu", "bare", "--json")
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["certified"]
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shell", "code"),
     [
@@ -101,10 +104,6 @@ def test_streams_that_are_closed_or_full(shell, code, tmp_path):
     assert found.returncode == code, found.stderr
     assert "Traceback" not in found.stderr and "Exception ignored" not in found.stderr
     assert len(found.stderr.strip().splitlines()) == (code == 2)
-
-
-def test_help_to_a_full_device_is_no_success():
-    assert run("--help", shell='"$@" > /dev/full').returncode == 2
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "-5", "x", ""])
@@ -125,7 +124,8 @@ def test_a_name_that_the_system_does_not_take_is_refused(name, tmp_path, monkeyp
         assert "Traceback" not in error and len(error.strip().splitlines()) == 1
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
 def test_files_and_folders_without_rights_are_refused(tmp_path):
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents[:2]:
@@ -137,22 +137,29 @@ def test_files_and_folders_without_rights_are_refused(tmp_path):
     secret.write_text("{}")
     secret.chmod(0o600)
     (tmp_path / "net.py").write_text("import torch\n")
-    code = (
-        "import os, sys; os.setgid(65534); os.setuid(65534); from planner.cli import main; "
-        "[print(main(words.split() + ['-q'])) for words in sys.argv[1:]]"
-    )
+    os.chown(closed, 65534, 65534)  # of somebody else
+    os.chown(secret, 65534, 65534)
+    code = "import sys; from planner.cli import main; [print(main(w.split() + ['-q'])) for w in sys.argv[1:]]"
+    without_rights = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-dac_override"]
     commands = [
         str(secret), str(tmp_path), str(closed), f"{closed}/config.json", f"{closed}/net.py:build",
         f"{tmp_path}/net.py:build --save {closed}/plan.json", f"{tmp_path}/net.py:build --emit {secret}",
         f"{tmp_path}/net.py:build --gpu {closed}/card.toml", f"{tmp_path}/net.py:build --lengths {secret}",
     ]  # fmt: skip
     found = subprocess.run(
-        [sys.executable, "-c", code, *commands], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [*without_rights, sys.executable, "-c", code, *commands],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert found.stdout.split() == ["2"] * len(commands), found.stdout + found.stderr
     assert "Traceback" not in found.stderr and len(found.stderr.strip().splitlines()) == len(commands)
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_working_directory_that_was_deleted_is_no_bug(tmp_path):
     (tmp_path / "gone").mkdir()
     for words in (["no/such/model"], ["nosuch.json"], [model(tmp_path), "--save", "plan.json"]):
@@ -162,7 +169,7 @@ def test_a_working_directory_that_was_deleted_is_no_bug(tmp_path):
         (tmp_path / "gone").mkdir(exist_ok=True)
 
 
-@pytest.mark.parametrize("words", [["--gpu", "rtx-2060\n"], ["--gpu", "x" * 5000], ["--gpu", "\x1b[2J"]])
+@pytest.mark.parametrize("words", [["--gpu", "rtx\n2"], ["--gpu", "x" * 5000], ["--gpu", "\x1b[2J"]])
 def test_words_of_the_user_are_shown_on_one_line(words, tmp_path, capsys):
     assert main([model(tmp_path), *words]) == 2
     error = capsys.readouterr().err
@@ -176,6 +183,7 @@ def test_a_number_of_samples_out_of_range_is_refused(number, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_report_is_written_in_a_locale_of_ascii_letters(tmp_path):
     words = [model(tmp_path), "--gpu", "bare", "--vram", "1GiB", "--report", str(tmp_path / "r.html")]
     found = run(*words, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
@@ -183,7 +191,7 @@ def test_a_report_is_written_in_a_locale_of_ascii_letters(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {"r.html"} and not list(tmp_path.glob(".*.part"))
 
 
-@pytest.mark.parametrize("option", [["--force", "checkpoint"], ["--max-slowdown", "2"], ["--only", "checkpoint"]])
+@pytest.mark.parametrize("option", [["--force", "checkpoint"], ["--max-slowdown", "2"]])
 def test_options_that_only_a_budget_gives_a_meaning_are_refused_without_one(option, tmp_path, capsys):
     assert main([model(tmp_path), *option]) == 2
     assert f"{option[0]} has no effect without a budget" in capsys.readouterr().err
