@@ -88,6 +88,10 @@ def _parts(value: Any, origin: Any, arguments: tuple[Any, ...]) -> list[tuple[tu
     """Returns the parts of a tuple or a dict, each as (its place, its annotation) and its value."""
     if origin is tuple and arguments[1:] == (Ellipsis,):
         return [((f"[{number}]", arguments[0]), part) for number, part in enumerate(value)]
+    if origin is tuple:
+        if len(value) != len(arguments):
+            return [((" (its number of values)", None), len(value))]
+        return [((f"[{number}]", hint), part) for number, (hint, part) in enumerate(zip(arguments, value, strict=True))]
     if origin in (dict, Mapping):
         return [((f"[{key!r}]", arguments[1]), part) for key, part in value.items()]
     return []

@@ -7,7 +7,7 @@ import json
 import pathlib
 from typing import Any, TypeVar
 
-from planner.errors import PlanFileError, PlannerError
+from planner.errors import PlanFileError, PlannerError, plain_line
 from planner.files import reading
 from planner.files.fields import check_field_types
 from planner.files.writing import write_atomically
@@ -204,7 +204,8 @@ class Plan:
             )
             return _checked(plan)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise PlanFileError(f"plan has a missing or wrong field ({error}): make the plan again") from error
+            why = plain_line(str(error), 400)
+            raise PlanFileError(f"plan has a missing or wrong field ({why}): make the plan again") from error
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write the plan as JSON to a file. The file is replaced at once, so that it is never incomplete.
@@ -226,7 +227,7 @@ class Plan:
         try:
             return cls.from_json(data)
         except PlannerError as error:
-            raise type(error)(f"plan file '{path}': {error}") from error
+            raise type(error)(plain_line(f"plan file '{path}': {error}")) from error
 
 
 _PLAIN_FIELDS = (

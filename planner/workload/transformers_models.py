@@ -20,6 +20,8 @@ from planner.workload.programs import PROGRAMS
 
 _LENGTH_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 """Attributes of configs with the maximum number of tokens in a sample. A model has one of them, or none."""
+_MOST_LAYERS, _MOST_SIZE = 10_000, 2**40
+"""Largest number of layers, and any other number, in a config: transformers would build larger models for hours."""
 _MOST_HEADER_BYTES = 100_000_000
 """Maximum size of the header of a file of safetensors, as in the format itself."""
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -191,6 +193,10 @@ def _config_of(transformers: Any, settings: dict[str, Any], file: pathlib.Path) 
         raise WorkloadError(f"'{file}' is not a config of a model: its model_type is not a text")
     if settings["model_type"] not in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(**settings)  # its error lists the known types
+    for name, value in settings.items():
+        most = _MOST_LAYERS if name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") else _MOST_SIZE
+        if isinstance(value, int) and abs(value) > most:
+            raise WorkloadError(f"'{file}' cannot be used: '{name}' is larger than {most:,}; correct this setting")
     names = settings.get("architectures")
     if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
         raise WorkloadError(f"'{file}' cannot be used: its architectures are not a list of names; correct the file")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import os
 import pathlib
 import textwrap
 from typing import Any
@@ -68,7 +69,7 @@ def model_source(plan: Plan, folder: pathlib.Path | None = None) -> ModelSource:
     reference = plan.model.reference
     if reference is None:
         return ModelSource(imports=_loss_imports(plan), functions=_loss_functions(plan))
-    if ":" in reference and not pathlib.Path(reference).exists():
+    if ":" in reference and not os.path.exists(reference):
         location, _, name = reference.rpartition(":")
         return _callable_source(plan, location, name, folder)
     return _transformers_source(plan, reference)
@@ -77,9 +78,9 @@ def model_source(plan: Plan, folder: pathlib.Path | None = None) -> ModelSource:
 def _transformers_source(plan: Plan, reference: str) -> ModelSource:
     kind, dtype = _class_of(plan), quoted.dtype(plan.model.dtype)
     config_path = pathlib.Path(reference)
-    if config_path.is_dir():
+    if os.path.isdir(config_path):
         config_path /= "config.json"
-    if config_path.suffix.lower() != ".json" and not config_path.exists():
+    if config_path.suffix.lower() != ".json" and not os.path.exists(config_path):
         if plan.model.adapter is not None:
             return _adapted_source(plan, {}, reference)
         return _hub_source(kind, reference, dtype)

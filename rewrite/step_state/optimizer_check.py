@@ -93,7 +93,8 @@ def _refuse_hyperparameter(group: Mapping[str, Any], name: str, present: Any, wh
         raise refuse(where, f"has no '{name}'")
     value, where = group[name], f"'{name}' of {where}"
     if isinstance(present, (bool, type(None))):
-        is_alike = value is None or isinstance(value, bool) or (present is None and is_number(value))
+        is_number_allowed = present is None and name not in _KERNEL
+        is_alike = value is None or isinstance(value, bool) or (is_number_allowed and is_number(value))
     elif isinstance(present, (int, float, torch.Tensor)):
         is_alike = (isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta) or is_number(value)
         is_alike = is_alike and math.isfinite(float(value))
