@@ -136,7 +136,8 @@ def _refusal(error: BaseException, watch: Watch) -> PlannerError:
     if isinstance(error, RecursionError):
         return WorkloadError("the model, its batch or its config is nested too deeply for Python's recursion limit")
     traceback.print_exception(error)
-    return PlannerError(f"{first_line(error)}; this is a bug of the planner, please report it with the traceback above")
+    message = f"{type(error).__name__}: {plain_line(str(error), 1000)}"
+    return PlannerError(f"{message}; this is a bug of the planner, please report it with the traceback above")
 
 
 def _is_without_folder() -> bool:
