@@ -29,7 +29,7 @@ from benchmarks.card.budgets import CASES
 from benchmarks.card.models import Built, tokens
 from planner import pipeline
 from planner.choose import fitting
-from planner.choose.chooser import TIE
+from planner.choose.choice import TIE
 from planner.choose.planning_session import Certified
 from planner.errors import TimeLimitError
 from planner.estimate.footprint import measure

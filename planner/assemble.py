@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from planner.choose.choice import TIE, Choice
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.estimate.add_workspaces import unknown_ops
@@ -34,6 +35,8 @@ from planner.workload.budget import Budget
 from planner.workload.optimizer_choice import by_name
 from planner.workload.workload import Workload
 
+_WORTH_NAMING = 1.01
+"""Factor between predicted step times from which on a note names the faster plan that was passed over."""
 _MOST_UNTRIED_NAMED = 3
 """Maximum number of configurations that the note on a plan that ended early names."""
 _MOST_KERNELS_NAMED = 4
@@ -98,6 +101,7 @@ def assemble_plan(
             *certified.graph.assumptions,
             *_unused_values_notes(session),
             *_later_calls_notes(session, certified),
+            *_tie_notes(certified.choice),
             *tied_to_frozen(session.workload.model, certified.choice.decisions),
             *_compile_notes(session.workload.model),
             *_host_memory_notes(certified),
@@ -160,6 +164,23 @@ def early_note(session: PlanningSession, constraints: Constraints) -> str:
     return (
         f"planning ended {session.watch.cause} with the best plan that was certified by then, and a faster plan may "
         f"exist; {left}"
+    )
+
+
+def _tie_notes(choice: Choice) -> tuple[str, ...]:
+    """Return a note if a faster plan was passed over for a simpler one, and is faster by more than `_WORTH_NAMING`."""
+    faster = choice.passed_over
+    if faster is None or choice.step_ns <= _WORTH_NAMING * faster.step_ns:
+        return ()
+    kinds = {decision.kind for decision in choice.decisions}
+    more = [decision for decision in faster.decisions if decision not in choice.decisions]
+    named = sorted({decision.kind for decision in more} - kinds)
+    ask = f", and --force {','.join(named)} asks for the other" if named else ""
+    with_them = "; ".join(decision.describe() for decision in more) or "fewer changes"
+    return (
+        f"a faster plan was passed over and not certified: {1 - faster.step_ns / choice.step_ns:.1%} less time is "
+        f"predicted for its step, with {with_them}. Steps within {TIE - 1:.0%} count as equally fast; the plan that is "
+        f"more exact or simpler is chosen{ask}",
     )
 
 

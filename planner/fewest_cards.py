@@ -24,7 +24,7 @@ from planner.profiles.device import DeviceProfile
 from planner.progress import TimeIsUp, Watch
 from planner.questions import plan_that_fits
 from planner.sharded import comparison, plan_sharded, sharded_plan_that_fits, smallest_way
-from planner.space.sharding import Cards
+from planner.space.sharding import Cards, asks_for_divided_parameters
 from planner.workload.adapters import adapted_workload, why_not_adapted
 from planner.workload.budget import Budget
 from planner.workload.workload import Workload
@@ -189,10 +189,15 @@ class _Changes:
             on_host = dataclasses.replace(self._cards, way="fsdp", offload=True)
             yield from self._planned("--offload-shards", lambda: self._workload, on_host)
         if self._workload.adapter is None and not why_not_adapted(self._workload):
-            for adapter in ADAPTERS if self._count == 1 else ADAPTERS[:1]:  # 4-bit weights cannot be divided
+            for adapter in ADAPTERS:
+                cards = self._cards
+                if adapter.is_quantized and self._count > 1:  # 4-bit weights cannot be divided
+                    if asks_for_divided_parameters(cards):
+                        continue
+                    cards = dataclasses.replace(cards, way=cards.way or ("ddp" if cards.prepared_by else "zero1"))
                 option = f"--{'qlora' if adapter.is_quantized else 'lora'} {adapter.rank}:{','.join(adapter.targets)}"
                 adapted = functools.partial(adapted_workload, self._workload, adapter)
-                yield from self._planned(option, adapted, self._cards)
+                yield from self._planned(option, adapted, cards)
 
     def _relaxed(self) -> Iterator[tuple[str, int, int]]:
         """Yield the techniques that are forbidden, and the fidelity that is not allowed, with which a plan fits."""

@@ -15,7 +15,7 @@ import torch
 
 from planner import pipeline
 from planner.checkpointed_ways import with_checkpointed
-from planner.choose.chooser import TIE
+from planner.choose.choice import TIE
 from planner.errors import StepError, TimeLimitError, WorkloadError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, communicators_of, micro_batches_of

@@ -28,7 +28,6 @@ from planner.recording.rehearsal import Between, MakeBatch, Rehearsal
 from planner.recording.step_graph import TWO_STEPS, Schedule, StepGraph
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.rewrite.optimizers import make_optimizers
-from planner.rewrite.rules.shard import fullest_rank
 from planner.rewrite.step import TrainingStep
 from planner.virtual_gpu.backend import Target
 from planner.virtual_gpu.forked_process import Child
@@ -308,8 +307,22 @@ def _target(workload: Workload, decisions: Sequence[Decision], card: DeviceProfi
     if sharding is None:
         return Target.of(card)
     made = make_optimizers(for_copies(workload.optimizer, workload.model)(workload.model), workload.model)
-    rank = max(fullest_rank(sharding, optimizer) for optimizer in made.values())
+    rank = max(_fullest_rank(sharding, optimizer) for optimizer in made.values())
     return Target.of(card, cards=sharding.cards, rank=rank)
+
+
+def _fullest_rank(decision: Shard, optimizer: torch.optim.Optimizer) -> int:
+    """Return the rank that holds the most memory: the first one, or with ZeRO-1 the one with the most optimizer state.
+
+    `ZeroRedundancyOptimizer` gives each parameter, the largest first, to the rank that has the fewest so far.
+    """
+    if decision.way != "zero1":
+        return 0
+    sizes = [0] * decision.cards
+    for group in optimizer.param_groups:
+        for parameter in sorted(group["params"], key=torch.numel, reverse=True):
+            sizes[sizes.index(min(sizes))] += parameter.numel()
+    return sizes.index(max(sizes))
 
 
 def _adding_to_gradients(

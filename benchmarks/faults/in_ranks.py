@@ -11,6 +11,8 @@ _ONCE = "tests/ranks/test_reduced_once.py"
 _KEPT = "tests/ranks/test_kept_units.py"
 
 _NCCL = "tests/ranks/test_nccl_memory.py"
+_KINDS, _4_BITS = "tests/ranks/test_propagation_by_kind.py", "tests/ranks/test_weights_in_4_bits.py"
+_OWN = "tests/ranks/test_own_parallelism_plans.py"
 _UNITS, _ACCELERATE = "tests/ranks/test_accelerate_units.py", "tests/ranks/test_accelerate_truth.py"
 
 FAULTS = [
@@ -181,5 +183,77 @@ FAULTS = [
         new="    rounds = 1\n",
         tests=("tests/estimate/test_lanes.py::test_a_collective_takes_its_latency_and_the_bytes_that_it_sends",),
         why="an all-reduce seems to take half of its time, so that copies of the model look faster than they are",
+    ),
+    Fault(
+        name="rank-takes-unequal-tensors-for-one-kind",
+        path="planner/virtual_gpu/ranks.py",
+        old="for elements in zip(*lists, strict=True)]",
+        new="for elements in zip(lists[0], strict=True)]",
+        tests=(f"{_KINDS}::test_tensors_are_of_one_kind_only_if_they_are_so_in_all_lists",),
+        why="DTensor's answer for one parameter is used for others that are divided differently",
+    ),
+    Fault(
+        name="rank-takes-redistributed-tensors-of-one-kind",
+        path="planner/virtual_gpu/ranks.py",
+        old="if sharding.needs_redistribute or sharding.redistribute_schema is not None:",
+        new="if False:",
+        tests=(f"{_KINDS}::test_lists_whose_tensors_must_be_redistributed_are_derived_as_a_whole",),
+        why="an op on many parameters is redistributed as if it had one of each kind",
+    ),
+    Fault(
+        name="rank-divides-4-bit-weights",
+        path="planner/space/sharding.py",
+        old="    if asks_for_divided_parameters(cards):\n",
+        new="    if False:\n",
+        tests=(f"{_4_BITS}::test_only_ways_that_leave_weights_whole_are_offered",),
+        why="FSDP2 is planned for 4-bit weights, and fails with an error of PyTorch",
+    ),
+    Fault(
+        name="rank-saves-4-bit-weights",
+        path="rewrite/portable/rank_states.py",
+        old='    return [name.removeprefix("module.") for name in names]\n',
+        new="    return []\n",
+        tests=(f"{_4_BITS}::test_an_emitted_file_saves_adapters_only_and_resumes[ddp]",),
+        why="a checkpoint has the parts of packed weights, and cannot be loaded",
+    ),
+    Fault(
+        name="rank-accepts-a-function-that-divides-nothing",
+        path="rewrite/rules/shard.py",
+        old="    if rewriting.wrapper is None and all(",
+        new="    if False and all(",
+        tests=(f"{_OWN}::test_a_function_that_cannot_be_trained_with_is_refused_in_one_line",),
+        why="each card trains the whole model alone",
+    ),
+    Fault(
+        name="rank-waits-for-an-integer",
+        path="rewrite/portable/loss_terms.py",
+        old="    return torch.full((), float(terms), dtype=torch.float64, device=devices[0])\n",
+        new="    return terms\n",
+        tests=(f"{_PARITY}[a rank without labels, whose number is an integer]",),
+        why="a rank without labels takes part in fewer collectives than the others, which wait for it",
+    ),
+    Fault(
+        name="rank-starts-all-cards-on-one-machine",
+        path="rewrite/emitted_code.py",
+        old="    machines = -(-cards // (plan.cards_per_node or CARDS_PER_NODE))\n",
+        new="    machines = 1\n",
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_names_the_command_that_starts_it_on_each_machine",),
+        why="the printed command starts 16 processes on a machine with 8 cards",
+    ),
+    Fault(
+        name="rank-outlives-its-parent",
+        path="planner/virtual_gpu/forked_process.py",
+        old="            end_with(parent)\n",
+        new="",
+        tests=("tests/virtual_gpu/test_lifetimes.py::test_an_endless_rehearsal_ends_with_the_process_that_started_it",),
+        why="a rehearsal that does not end runs on after the command was killed",
+    ),
+    Fault(
+        name="rank-takes-killed-rehearsals-for-failed-techniques",
+        path="planner/virtual_gpu/forked_process.py",
+        old="        if number is not None and (why := ended_from_outside(number)) is not None:\n",
+        new="        if number is not None and (why := ended_from_outside(0)) is not None:\n",
+        tests=("tests/virtual_gpu/test_lifetimes.py::test_a_process_that_the_machine_ends_changes_no_plan",),
+        why="under memory pressure another plan is made, without a word",
     ),
 ]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from planner.plan_types.decision_base import Decision, fidelity_of
 
 Config = tuple[Decision, ...]
 """A configuration: the decisions about precision, loss, optimizer and time of the update."""
+
+
+TIE = 1.05
+"""Factor between predicted step times below which two plans count as equally fast."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,8 +31,19 @@ class Choice:
     config: Config = ()
     """The configuration of the plan. Its number of loss chunks is the number for the whole batch, even if the plan
     splits the batch and `decisions` have fewer chunks."""
+    passed_over: Choice | None = None
+    """A choice that is faster by less than the factor `TIE`, but less faithful or with more decisions."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
         """Sort key among equally fast plans: fidelity (0 is exact), number of decisions, step time. The least wins."""
         return fidelity_of(self.decisions), len(self.decisions), self.step_ns
+
+
+def simplest_in_tie(found: Sequence[Choice]) -> Choice:
+    """Returns the most faithful and simplest of the choices within a tie of the fastest one, which it passes over."""
+    fastest = min(found, key=lambda choice: choice.step_ns)
+    chosen = min(
+        (choice for choice in found if choice.step_ns <= TIE * fastest.step_ns), key=lambda choice: choice.rank
+    )
+    return chosen if chosen is fastest else dataclasses.replace(chosen, passed_over=fastest)

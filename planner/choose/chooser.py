@@ -31,7 +31,7 @@ from typing import TypeVar
 from planner.choose.bounds import Bounds
 from planner.choose.candidates import Candidate, ChunkedCandidates
 from planner.choose.certificates import Certificates
-from planner.choose.choice import Choice, Config
+from planner.choose.choice import TIE, Choice, Config, simplest_in_tie
 from planner.choose.prefetcher import Prefetcher, with_upcoming
 from planner.errors import DecisionError, StepError
 from planner.plan_types.decision_base import (
@@ -47,9 +47,6 @@ from planner.search import milp
 from planner.search.problem import Selection
 from planner.space.micro_batches import MicroBatching
 from planner.space.search_space import SearchSpace
-
-TIE = 1.05
-"""Factor between predicted step times below which two plans count as equally fast."""
 
 Budget = Callable[[Config], int]
 """A configuration -> maximum number of bytes that its plans may promise."""
@@ -155,11 +152,7 @@ class Chooser:
                     self._prefetcher.with_certificate(config, self._splits(config))
                 choices = self._fastest_of(config, budget_of(config), limit_ns)
                 found += [self._complete(choice, config) for choice in choices if choice.step_ns < above_ns]
-        if not found:
-            return None
-        # Of the plans within a tie of the fastest one, return the most faithful and simplest.
-        fastest_ns = min(choice.step_ns for choice in found)
-        return min((choice for choice in found if choice.step_ns <= TIE * fastest_ns), key=lambda choice: choice.rank)
+        return simplest_in_tie(found) if found else None
 
     def _complete(self, choice: Choice, config: Config) -> Choice:
         return dataclasses.replace(choice, config=config, allocators=self._space.allocators)

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 
 from planner.allocator.settings import SMALL_SEGMENT_BYTES
 from planner.choose.budget_search import PromiseBudgets, search
-from planner.choose.choice import Choice
-from planner.choose.chooser import TIE
+from planner.choose.choice import TIE, Choice
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, has_role, with_roles

@@ -158,7 +158,6 @@ _NOT_FOR_CARDS = {
     "loop": "only trainer and accelerate have settings for several cards; for other loops, leave it out: --emit writes "
     "a training step that torchrun starts",
     "gradients_alive": "the plan contains the accumulation; leave it out",
-    "qlora": "4-bit weights are planned for one card only; give --lora",
 }
 """Options that cannot be combined with several cards, each with the reason."""
 _STAND_INS = ("generic", "unlisted")

@@ -73,6 +73,12 @@ def headline(plan: Plan) -> Text:
         size = " with that much memory" if plan.vram_bytes is not None else ""
         card = f"a generic Ampere GPU{size}; name yours with --gpu"
     text.append(f"card: {card} ({plan.card_source})")
+    if plan.link is not None and plan.cards_per_node is not None:
+        machines = -(-cards // plan.cards_per_node)
+        text.append(f"\nlink between cards: {plan.link}")
+        if machines > 1:
+            text.append(f" in each of {machines} machines with {plan.cards_per_node} cards, and a network between them")
+        text.append(" (name yours with --link and --cards-per-node)")
     return text
 
 

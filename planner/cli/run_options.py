@@ -123,6 +123,8 @@ def _function(text: str) -> str:
 
 def _number_of_cards(text: str) -> int | str:
     """Parses a number of cards, or 'fewest'."""
+    if text != FEWEST and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a whole number above 0 nor '{FEWEST}'")
     return text if text == FEWEST else positive(text)
 
 

@@ -158,9 +158,15 @@ def several_cards(
 
 
 def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
-    """Returns the ways to train on these cards, from the one that divides the least to that which divides the most."""
+    """Returns the ways to train on these cards, from the one that divides the least to that which divides the most.
+
+    Raises:
+        WorkloadError: 4-bit weights cannot be divided as the user asks for, or accelerate cannot prepare the model.
+    """
     units, shard_mesh = repeated_blocks(model), cards.mesh or (cards.count,)
-    refuse_quantized(model)
+    quantized = next((name for name, parameter in model.named_parameters() if is_quantized(parameter)), None)
+    if quantized is not None:
+        cards = _without_division(cards, quantized)
     if cards.own is not None:
         return (cards.own,)
     if cards.prepared_by:
@@ -173,8 +179,31 @@ def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
     }
     if cards.way is not None:
         return (by_way[cards.way],)
-    sharded_only = cards.mesh is not None or cards.offload
-    return tuple(by_way[way] for way in (("fsdp",) if sharded_only else ("ddp", "zero1", "fsdp")))
+    if cards.mesh is not None or cards.offload:
+        return (by_way["fsdp"],)
+    return tuple(by_way[way] for way in ("ddp", "zero1", "fsdp") if quantized is None or way != "fsdp")
+
+
+def asks_for_divided_parameters(cards: Cards) -> bool:
+    """True if the user has chosen a way that divides parameters, or may do so."""
+    return cards.way in ("fsdp", "zero2") or cards.mesh is not None or cards.offload or cards.own is not None
+
+
+def _without_division(cards: Cards, quantized: str) -> Cards:
+    """Returns the cards, with the only way that accelerate has if parameters cannot be divided.
+
+    Args:
+        quantized: name of a parameter with 4-bit weights.
+
+    Raises:
+        WorkloadError: the user asks for a way that divides parameters.
+    """
+    if asks_for_divided_parameters(cards):
+        raise WorkloadError(
+            f"'{quantized}' has 4-bit weights, which FSDP2 cannot divide: choose --sharding ddp or zero1, with which "
+            "each card has all of them, or train adapters on weights that are not quantized (--lora)"
+        )
+    return dataclasses.replace(cards, way="ddp") if cards.prepared_by else cards
 
 
 def _as_accelerate_prepares(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
@@ -195,16 +224,6 @@ def _as_accelerate_prepares(model: torch.nn.Module, cards: Cards) -> tuple[Shard
         if cards.way != "zero2":
             ways.append(shard)
     return tuple(ways)
-
-
-def refuse_quantized(model: torch.nn.Module) -> None:
-    """Raises `WorkloadError` if the model has quantized parameters, with which no way is planned."""
-    for name, parameter in model.named_parameters():
-        if is_quantized(parameter):
-            raise WorkloadError(
-                f"'{name}' has 4-bit weights, which cannot be planned for several cards: train adapters on weights "
-                "that are not quantized (--lora), or plan for one card"
-            )
 
 
 def repeated_blocks(model: torch.nn.Module) -> tuple[str, ...]:

@@ -40,6 +40,8 @@ def main_of_rank(
         "    arguments = parser.parse_args()",
         f'    if os.environ.get("WORLD_SIZE") != "{cards}":',
         f'        raise SystemExit("start this file with: {launcher} " + __file__)',
+        '    if arguments.resume is not None and not os.path.isfile(os.path.join(arguments.resume, ".metadata")):',
+        '        raise SystemExit(f"{arguments.resume} has no checkpoint: give the folder of a --checkpoint")',
         f'    backend = "{"cpu:gloo,cuda:nccl" if on_host else "nccl"}" if arguments.device == "cuda" else "gloo"',
         "    torch.distributed.init_process_group(backend)",
         '    if arguments.device == "cuda":',

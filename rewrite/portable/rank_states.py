@@ -73,7 +73,7 @@ def load_checkpoint(folder, model, optimizer, **others):
     content = training_state(model, optimizer, 0, others)
     torch.distributed.checkpoint.load(content, checkpoint_id=folder)
     inner = getattr(optimizer, "optim", optimizer)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    options = StateDictOptions(flatten_optimizer_state_dict=True, strict=not weights_in_4_bits(model))
     set_state_dict(
         model, inner, model_state_dict=content["model"], optim_state_dict=content["optimizer"], options=options
     )
@@ -89,6 +89,8 @@ def training_state(model, optimizer, step, others):
     copy_settings(optimizer, inner)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, state = get_state_dict(model, inner, options=options)
+    for frozen in weights_in_4_bits(model):
+        weights = {name: value for name, value in weights.items() if not f"{name}.".startswith(f"{frozen}.")}
     nested = "__bnb_optimizer_quant_state__."  # optimizers of bitsandbytes put their state into one more dict
     return {
         "model": weights,
@@ -96,6 +98,12 @@ def training_state(model, optimizer, step, others):
         "step": step,
         **{name: other.state_dict() for name, other in others.items()},
     }
+
+
+def weights_in_4_bits(model):
+    """Return the names of weights that are not saved: they are frozen, and each process quantizes them again."""
+    names = [name for name, weight in model.named_parameters() if weight.dtype == torch.uint8]
+    return [name.removeprefix("module.") for name in names]
 
 
 def copy_settings(optimizer, other):

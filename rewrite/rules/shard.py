@@ -45,6 +45,7 @@ from planner.rewrite.portable.rank_states import (
     refuse_other_model,
     save_checkpoint,
     training_state,
+    weights_in_4_bits,
 )
 from planner.rewrite.portable.recompute_check import attributes_of
 from planner.rewrite.rewriting import Change, Rewriting
@@ -143,7 +144,7 @@ def _divide_by_own_function(rewriting: Rewriting, decision: Shard) -> None:
 
     Raises:
         DecisionError: if there is no function, it raises an error, returns another model, renames parameters, or does
-            not average the gradients of cards with different samples.
+            not average the gradients of cards with different samples; if it divides nothing, or ends the process.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -157,7 +158,7 @@ def _divide_by_own_function(rewriting: Rewriting, decision: Shard) -> None:
     mesh = init_device_mesh(rewriting.device_type, decision.mesh, mesh_dim_names=decision.dimensions)
     try:
         returned = rewriting.parallelize(model, mesh)
-    except Exception as error:  # the user's code
+    except (Exception, SystemExit) as error:  # the user's code
         lines = str(error).strip().splitlines()
         raise DecisionError(
             f"your function raised {type(error).__name__} when it divided the model among cards: "
@@ -175,6 +176,12 @@ def _divide_by_own_function(rewriting: Rewriting, decision: Shard) -> None:
         raise DecisionError(
             f"your function renames or replaces parameters, such as '{renamed[0]}', so that a plan cannot name the "
             "modules: leave wrappers out, as for activation checkpointing, which the plan adds itself"
+        )
+    if rewriting.wrapper is None and all(after[name] is parameter for name, parameter in before.items()):
+        raise DecisionError(
+            "your function divides nothing: no parameter has changed, and no model in DistributedDataParallel was "
+            "returned, so that each card would train the whole model alone; use parallelize_module, fully_shard or "
+            "DistributedDataParallel in it"
         )
     if any(parameter.device.type != rewriting.device_type for parameter in after.values()):
         model.to(rewriting.device_type)  # what the function has left on the host
@@ -234,20 +241,6 @@ def _replicate(rewriting: Rewriting, decision: Shard) -> None:
             optimizer_class=type(replaced),
             **{option: value for option, value in replaced.defaults.items() if option in accepted},
         )
-
-
-def fullest_rank(decision: Shard, optimizer: torch.optim.Optimizer) -> int:
-    """Return the rank that holds the most memory: the first one, or with ZeRO-1 the one with the most optimizer state.
-
-    `ZeroRedundancyOptimizer` gives each parameter, the largest first, to the rank that has the fewest so far.
-    """
-    if decision.way != "zero1":
-        return 0
-    sizes = [0] * decision.cards
-    for group in optimizer.param_groups:
-        for parameter in sorted(group["params"], key=torch.numel, reverse=True):
-            sizes[sizes.index(min(sizes))] += parameter.numel()
-    return sizes.index(max(sizes))
 
 
 def _share_functions(plan: Plan) -> list[Callable]:
@@ -393,7 +386,7 @@ def _part_of_batch(decision: Shard) -> str:
     return text or "0"
 
 
-_CHECKPOINT: list[Callable] = [save_checkpoint, load_checkpoint, training_state, copy_settings]
+_CHECKPOINT: list[Callable] = [save_checkpoint, load_checkpoint, training_state, weights_in_4_bits, copy_settings]
 _UNITS = "# FSDP2 gathers the parameters of each of these modules together. All other parameters form one more unit."
 _TAIL = "# The parameters of these modules together are one more unit, which stays gathered until backward."
 _SHARD_TAIL = "fully_shard([model.get_submodule(name) for name in TAIL], reshard_after_forward=False, **options)\n"

@@ -36,11 +36,11 @@ def tried(monkeypatch, count: int, *, forbid: tuple[str, ...] = (), **cards) -> 
 
 
 def test_the_changes_are_those_that_the_number_of_cards_and_the_options_leave(monkeypatch):
-    on_host, adapters = ("fsdp", True, False), ("fsdp", False, True)
-    assert tried(monkeypatch, 4) == [on_host, adapters]
+    on_host, adapters, in_4_bits = ("fsdp", True, False), ("fsdp", False, True), ("zero1", False, True)
+    assert tried(monkeypatch, 4) == [on_host, adapters, in_4_bits]
     assert tried(monkeypatch, 4, way="fsdp", offload=True) == [("fsdp", True, True)]
-    assert tried(monkeypatch, 4, way="zero1") == [("fsdp", False, False), on_host, ("zero1", False, True)]
-    assert tried(monkeypatch, 4, prepared_by="accelerate") == [(None, False, True)]
+    assert tried(monkeypatch, 4, way="zero1") == [("fsdp", False, False), on_host, in_4_bits, in_4_bits]
+    assert tried(monkeypatch, 4, prepared_by="accelerate") == [(None, False, True), ("ddp", False, True)]
     assert tried(monkeypatch, 1) == [(None, False, True)] * 2  # adapters on weights in full precision, and in 4 bits
 
 

@@ -159,6 +159,14 @@ def renames(model, mesh):
     model.inner = torch.nn.Linear(2, 2)
 
 
+def divides_nothing(model, mesh):
+    model.double()
+
+
+def ends_the_process(model, mesh):
+    sys.exit("no card")
+
+
 def returns_another(model, mesh):
     return torch.nn.Sequential(model)
 
@@ -168,6 +176,8 @@ def returns_another(model, mesh):
     ("parallelize", "options", "message"),
     {
         "a raised error": (raises, {"cards": 2}, "your function raised ValueError .* no such block"),
+        "no division": (divides_nothing, {"cards": 2}, "your function divides nothing: no parameter has changed"),
+        "an exit": (ends_the_process, {"cards": 2}, "your function raised SystemExit .* no card"),
         "other parameters": (renames, {"cards": 2}, "renames or replaces parameters, such as 'inner.bias'"),
         "another model": (returns_another, {"cards": 2}, "returned another Sequential"),
         "a list of both kinds": (
@@ -184,7 +194,7 @@ def returns_another(model, mesh):
         "samples": (own.sharded, {"cards": 32, "mesh": {"dp": 32}}, "16 samples cannot be divided evenly among 32"),
     }.values(),
 )
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough_after(3)
 def test_a_function_that_cannot_be_trained_with_is_refused_in_one_line(parallelize, options, message):
     with pytest.raises(PlannerError, match=message):
         planned(parallelize, **options)

@@ -237,3 +237,8 @@ def test_offloaded_shards_have_a_process_group_for_host_memory():
 def test_a_file_refuses_another_number_of_processes():
     (printed,) = run_main(FOLDER / "sharded_on_host.py", 1, change=print_refusal)
     assert printed.startswith("start this file with: torchrun --nproc-per-node 2 ")
+
+
+def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path):
+    for printed in run_main(FOLDER / "sharded_on_host.py", 2, "--resume", tmp_path, change=print_refusal):
+        assert printed.strip() == f"{tmp_path} has no checkpoint: give the folder of a --checkpoint"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import planner
-from planner.choose.chooser import TIE
+from planner.choose.choice import TIE
 from planner.errors import DecisionError
 from planner.plan_types.decisions import micro_batches_of
 

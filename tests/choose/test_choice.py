@@ -1,0 +1,56 @@
+"""Plans that count as equally fast: which one is chosen, and what the plan says about the one that was passed over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import planner
+from planner.assemble import _tie_notes
+from planner.choose.choice import Choice, simplest_in_tie
+from planner.plan_types.decisions import OptimizerKernel, Precision
+from planner.plan_types.recompute_decisions import Checkpoint
+
+KERNEL, CHECKPOINT, BF16 = OptimizerKernel(kernel="fused"), Checkpoint(modules=("0",)), Precision(dtype="bf16")
+
+
+def choice(step_ns: int, *decisions) -> Choice:
+    return Choice(decisions=decisions, peak_bytes=1, step_ns=step_ns, status="optimal", gap=0.0)
+
+
+def test_the_simplest_of_plans_within_five_percent_is_chosen():
+    chosen = simplest_in_tie([choice(100, KERNEL, CHECKPOINT), choice(104, KERNEL), choice(106)])
+    assert chosen.decisions == (KERNEL,) and chosen.passed_over == choice(100, KERNEL, CHECKPOINT)
+
+
+def test_a_more_exact_plan_is_chosen_before_a_simpler_one():
+    assert simplest_in_tie([choice(100, BF16), choice(105, KERNEL, CHECKPOINT)]).decisions == (KERNEL, CHECKPOINT)
+
+
+def test_the_fastest_plan_passes_nothing_over():
+    assert simplest_in_tie([choice(100, KERNEL), choice(101, KERNEL, CHECKPOINT)]) == choice(100, KERNEL)
+
+
+def test_a_note_names_a_plan_that_is_faster_by_more_than_a_percent():
+    (note,) = _tie_notes(simplest_in_tie([choice(1000, KERNEL, BF16), choice(1020, KERNEL)]))
+    assert "2.0% less time is predicted for its step, with mixed precision" in note
+    assert note.endswith("--force mixed-precision asks for the other")
+    assert _tie_notes(simplest_in_tie([choice(1000, BF16), choice(1010)])) == ()
+    assert _tie_notes(choice(1000)) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_plan_says_what_it_passed_over_and_the_named_option_gives_it():
+    config = transformers.BertConfig(
+        hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2, vocab_size=1000
+    )
+    model = transformers.BertForMaskedLM(config)
+    batch = {name: torch.zeros(16, 256, dtype=torch.long) for name in ("input_ids", "labels")}
+    vram = planner.plan(model, batch, vram=None, gpu="rtx-3060").total_bytes * 9 // 10
+    plan = planner.plan(model, batch, vram=vram, gpu="rtx-3060", fidelity="rounded")
+    (note,) = (note for note in plan.notes if "passed over" in note)
+    forced = note.partition("--force ")[2].split()[0]
+    other = planner.plan(model, batch, vram=vram, gpu="rtx-3060", fidelity="rounded", force=forced)
+    assert 0.95 <= other.peak.step_ns / plan.peak.step_ns < 0.99
