@@ -23,7 +23,7 @@ from planner.for_program import UNSUPPORTED, plan_for_program, terms_for
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
 from planner.plan_types.constraints import Constraints, known_kinds, parse_constraints
-from planner.plan_types.plan import Plan, TrainingProgram
+from planner.plan_types.plan import Plan, TrainingProgram, names_code
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
@@ -36,7 +36,7 @@ from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import read_shapes
 from planner.workload.budget import Budget, card_and_budget
 from planner.workload.cards import resolve_card, with_allocator_options
-from planner.workload.loading import load_callable, load_workload, names_code
+from planner.workload.loading import load_callable, load_workload
 from planner.workload.programs import PROGRAMS
 from planner.workload.workload import Workload
 

@@ -30,6 +30,7 @@ from planner.plan_types.plan_parts import (
     SolverFacts,
     TrainingProgram,
     WorkloadFacts,
+    names_code,
 )
 from planner.plan_types.techniques import as_tuples, canonical_kind, decision_from_json
 
@@ -50,6 +51,7 @@ __all__ = [
     "SolverFacts",
     "TrainingProgram",
     "WorkloadFacts",
+    "names_code",
 ]
 
 DecisionT = TypeVar("DecisionT", bound=Decision)

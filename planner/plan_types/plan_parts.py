@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,6 +112,11 @@ class TrainingProgram:
     """The implementation of attention in the rehearsed model, as transformers names it."""
     targets: tuple[str, ...] = ()
     """Names of the layers that get adapters, as peft found them; empty without adapters."""
+
+
+def names_code(reference: str) -> bool:
+    """Returns True if MODEL is a Python function or class, so that loading it runs code."""
+    return ":" in reference and not os.path.exists(reference)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

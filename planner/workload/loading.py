@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
-import os
 import pathlib
 import sys
 import traceback
@@ -20,7 +19,7 @@ import torch
 from planner.errors import WorkloadError, first_line
 from planner.plan_types.adapter import Adapter, saved_config
 from planner.plan_types.answers import NOTHING_STATED, Answers
-from planner.plan_types.plan import TrainingProgram
+from planner.plan_types.plan import TrainingProgram, names_code
 from planner.workload.adapters import adapted, why_no_adapters
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 from planner.workload.own_step import of_own_step
@@ -131,11 +130,6 @@ def load_workload(
     if path.is_file() or path.is_dir() or not reference.startswith((".", "/")):
         return _from_transformers(reference, request)
     raise WorkloadError(f"model '{reference}' does not exist: give {FORMS}")
-
-
-def names_code(reference: str) -> bool:
-    """Returns True if MODEL is a Python function or class, so that loading it runs code."""
-    return ":" in reference and not os.path.exists(reference)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
