@@ -150,6 +150,8 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
     with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
         device = rehearsal.target.device
         make_virtual(rehearsal.model, device, recorder.data_dependence.known)
+        if isinstance(rehearsal.loss_fn, torch.nn.Module):  # such as CrossEntropyLoss(weight=...), moved to the card
+            make_virtual(rehearsal.loss_fn, device, recorder.data_dependence.known)
         wanted_size = sum(rehearsal.micro_batch_sizes)
         given = rehearsal.batch if rehearsal.values_from is None else rehearsal.values_from
         recorder.data_dependence.answers = rehearsal.answers
