@@ -1,4 +1,4 @@
-"""A loss function with tensors of its own, such as weights of classes, is planned, or the message says how it can be."""
+"""A loss function with tensors of its own, such as weights of classes, is planned, or the message says how."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_tensors_in_a_function_are_refused_with_a_way_out():
     weights = torch.ones(1000)
     with pytest.raises(WorkloadError, match=r"may be a torch.nn.Module, or move them with .to\(output.device\)"):
         planned(lambda output, batch: nn.functional.cross_entropy(output, batch[1], weight=weights))
-    moved = planned(
-        lambda output, batch: nn.functional.cross_entropy(output, batch[1], weight=weights.to(output.device))
-    )
-    assert moved.certified
+
+    def moving(output, batch):
+        return nn.functional.cross_entropy(output, batch[1], weight=weights.to(output.device))
+
+    assert planned(moving).certified
