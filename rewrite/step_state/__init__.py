@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from planner.errors import DecisionError, PlanFileError
+from planner.errors import DecisionError, PlanFileError, first_line, plain_line
 from planner.plan_types.decisions import Decision
 from planner.plan_types.fingerprint import plan_fingerprint
 from planner.plan_types.techniques import decision_from_json
@@ -116,7 +116,7 @@ def restored_on_error(
         if isinstance(error, (AttributeError, LookupError, NotImplementedError, TypeError, ValueError)):
             raise PlanFileError(
                 f"the saved state cannot be loaded: {type(optimizer).__name__} or its scheduler raised "
-                f"{type(error).__name__}: {error}. Nothing was changed; start with new optimizer state"
+                f"{first_line(error)}. Nothing was changed; start with new optimizer state"
             ) from error
         raise
 
@@ -139,14 +139,14 @@ def refuse_mismatch(
         raise PlanFileError("this is not the state of a training step: give what its state_dict() returned")
     if not isinstance(state["plan"], str) or state["plan"] != plan_fingerprint(decisions, module):
         raise PlanFileError(
-            f"the state was saved under another plan ({_difference(state['decisions'], decisions)}): apply that plan, "
-            "or start with new optimizer state"
+            f"the state was saved under another plan ({plain_line(_difference(state['decisions'], decisions))}): apply "
+            "that plan, or start with new optimizer state"
         )
     kind, saved_kind = _class_of(optimizer), state["optimizer_class"]
     if not isinstance(saved_kind, str) or saved_kind != kind:
         raise PlanFileError(
-            f"the state was saved from {saved_kind}, but this step's optimizer is {kind}: apply the plan "
-            "with the optimizer of the saved state"
+            f"the state was saved from {plain_line(str(saved_kind), 200)}, but this step's optimizer is {kind}: apply "
+            "the plan with the optimizer of the saved state"
         )
     refuse_optimizer_state(state["optimizer"], state.get("without_state", ()), module, optimizer)
     schedule = state.get("scheduler")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from planner.errors import PlanFileError
+from planner.errors import PlanFileError, plain_line
 
 _AT_ONCE = 1 << 22
 """Elements of a tensor that are checked at once, so that the check of a large tensor needs little memory."""
@@ -18,8 +18,8 @@ _AT_ONCE = 1 << 22
 def refuse(where: str, what: str) -> PlanFileError:
     """Return the error that says that a part of a saved state cannot be loaded."""
     return PlanFileError(
-        f"the saved state cannot be loaded: {where} {what}. Nothing was changed; load a state that is whole, or start "
-        "with new optimizer state"
+        f"the saved state cannot be loaded: {plain_line(f'{where} {what}', 500)}. Nothing was changed; load a state "
+        "that is whole, or start with new optimizer state"
     )
 
 
@@ -71,15 +71,17 @@ def refuse_scheduler_state(state: Any, scheduler: LRScheduler) -> None:
     kind = type(scheduler)
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise refuse(f"the state of {kind.__name__}", f"is {shown(state)}, not a dict")
-    present = scheduler.state_dict()
+    present, is_torchs = scheduler.state_dict(), kind.__module__.startswith("torch.")
     for name in present:
         if name not in state:
             raise refuse(f"the state of {kind.__name__}", f"has no '{name}'")
     for name, value in state.items():
         if name == "optimizer" or (name not in present and hasattr(kind, name)):
             raise refuse(f"the state of {kind.__name__}", f"would replace its attribute '{name}'")
+        is_unknown = name not in present and (is_torchs or not name.isidentifier())
+        if is_unknown:
+            raise refuse(f"the state of {kind.__name__}", f"has the entry {name[:40]!r}, which is unknown")
         if name in present:
-            is_torchs = kind.__module__.startswith("torch.")
             _refuse_unlike(value, present[name], f"'{name}' of {kind.__name__}", same_length=is_torchs)
 
 
