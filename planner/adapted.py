@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, Sequence
 
 from planner import pipeline
 from planner.errors import StepError, TimeLimitError
@@ -37,43 +38,52 @@ def plan_or_adapt(
     vram_bytes: int | None,
     constraints: Constraints,
     watch: Watch | None = None,
+    plan_step: Callable[..., Plan] = pipeline.plan_workload,
+    plan_fitting: Callable[..., Plan | None] = plan_that_fits,
+    adapters: Sequence[Adapter] = ADAPTERS,
 ) -> Plan:
-    """Return the plan of `pipeline.plan_workload`; if that does not fit, the plan that trains LoRA adapters instead.
+    """Return the plan of `plan_step`; if that does not fit, the plan that trains LoRA adapters instead.
 
     Adapters come before frozen layers. If the constraints do not allow adapters, the shortfall of the plan says whether
     they would make it fit.
 
     Args:
         watch: limits the time of planning, and receives its progress; None for no limit.
+        plan_step: plans a step, as `pipeline.plan_workload` does for one card.
+        plan_fitting: returns None instead of a plan that does not fit, as `plan_that_fits` does for one card.
+        adapters: the adapters to try, in this order.
 
     Raises:
         TimeLimitError: the time was up before any plan was certified.
     """
     watch = watch or Watch()
     if vram_bytes is None or workload.adapter is not None or constraints.force(Role.FREEZING):
-        return pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        return plan_step(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     rounded = dataclasses.replace(constraints, fidelity=min(constraints.fidelity, Fidelity.ROUNDED))
     if constraints.fidelity < Fidelity.ADAPTED:
-        plan = pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        plan = plan_step(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         if plan.shortfall is None or _opens_without_freezing(plan.shortfall):
             return plan
         rounded = dataclasses.replace(constraints, fidelity=Fidelity.ROUNDED)
-        return _advised(plan, _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch))
+        return _advised(
+            plan,
+            _tried(workload, card, adapters, plan_fitting, vram_bytes=vram_bytes, constraints=rounded, watch=watch),
+        )
     why = f"no plan that trains the weights fits in {format_size(vram_bytes)}"
     fitting, tried = None, []
     try:
         with watch.until_found(_WEIGHTS_SHARE):
-            fitting = plan_that_fits(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
+            fitting = plan_fitting(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
     except TimeLimitError:
         why = f"no plan that trains the weights was found in {watch.elapsed_seconds:.0f} s (a longer --time-limit may)"
     if fitting is None:
-        tried = _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
+        tried = _tried(workload, card, adapters, plan_fitting, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
     if fitting is None and isinstance(tried[-1][1], Plan):
         note = f"adapters are trained instead of the weights, because {why}; the baseline is the model with adapters"
         fitting = dataclasses.replace(tried[-1][1], notes=(note, *tried[-1][1].notes))
     if fitting is not None:
         return dataclasses.replace(fitting, fidelity=constraints.fidelity.name.lower())
-    plan = pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    plan = plan_step(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     return _advised(plan, tried)
 
 
@@ -84,7 +94,14 @@ def _opens_without_freezing(shortfall: Shortfall) -> bool:
 
 
 def _tried(
-    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints, watch: Watch
+    workload: Workload,
+    card: DeviceProfile,
+    adapters: Sequence[Adapter],
+    plan_fitting: Callable[..., Plan | None],
+    *,
+    vram_bytes: int,
+    constraints: Constraints,
+    watch: Watch,
 ) -> list[tuple[Adapter | None, _Found]]:
     """Returns the adapters that were tried, each with the reason why no plan fits. The last one may have a plan.
 
@@ -93,13 +110,13 @@ def _tried(
     tried: list[tuple[Adapter | None, _Found]] = []
     if why_not := why_not_adapted(workload):
         return [(None, why_not)]
-    for adapter in ADAPTERS:
+    for adapter in adapters:
         found: _Found | None
         try:
             watch.check()
             adapted = adapted_workload(workload, adapter)
-            with contextlib.nullcontext() if adapter is ADAPTERS[-1] else watch.until_found(_LORA_SHARE):
-                found = plan_that_fits(adapted, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+            with contextlib.nullcontext() if adapter is adapters[-1] else watch.until_found(_LORA_SHARE):
+                found = plan_fitting(adapted, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         except (TimeIsUp, TimeLimitError):
             found = TimeLimitError(f"planning ended {watch.cause}")
         except StepError as error:

@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from planner import pipeline
-from planner.adapted import ADAPTERS
+from planner.adapted import ADAPTERS, plan_or_adapt
 from planner.choose.relaxations import relaxations, single_relaxations
 from planner.errors import StepError, TimeLimitError, WorkloadError
 from planner.plan_types.constraints import Constraints
@@ -48,9 +49,23 @@ def plan_on_cards(
     constraints: Constraints,
     watch: Watch | None = None,
 ) -> Plan:
-    """Return the plan for `cards.count` cards, or that of `plan_fewest_cards`, which has the same arguments."""
-    plan = plan_fewest_cards if cards.fewest else plan_sharded
-    return plan(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    """Return the plan for `cards.count` cards, or that of `plan_fewest_cards`, which has the same arguments.
+
+    If no plan for a given number of cards fits, adapters are tried, as for one card (`plan_or_adapt`).
+    """
+    options: dict[str, Any] = {"vram_bytes": vram_bytes, "constraints": constraints, "watch": watch}
+    if cards.fewest:
+        return plan_fewest_cards(workload, card, cards, **options)
+    if cards.own is not None:
+        return plan_sharded(workload, card, cards, **options)
+    return plan_or_adapt(
+        workload,
+        card,
+        **options,
+        plan_step=lambda work, card, **settings: plan_sharded(work, card, cards, **settings),
+        plan_fitting=lambda work, card, **settings: sharded_plan_that_fits(work, card, cards, **settings),
+        adapters=[one for one in ADAPTERS if not (one.is_quantized and asks_for_divided_parameters(cards))],
+    )
 
 
 def plan_fewest_cards(

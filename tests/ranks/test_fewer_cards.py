@@ -60,3 +60,18 @@ def test_a_change_that_the_notes_name_makes_half_as_many_cards_enough(monkeypatc
     with_it = planner.plan(llama(2), batch(4), cards=2, sharding="fsdp", fidelity="rounded", **options)
     assert with_it.fits
     assert not planner.plan(llama(2), batch(4), cards=2, fidelity="exact", **options).fits
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_adapters_are_trained_on_a_given_number_of_cards_if_the_weights_do_not_fit():
+    model = llama(2)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    options = {"vram": whole * 17 // 10, "gpu": "bare", "cards": 2, "sharding": "fsdp"}
+    plan = planner.plan(model, batch(4), fidelity="exact", **options)
+    assert not plan.fits
+    (adapters,) = (row for row in plan.shortfall.relaxations if "LoRA" in row.relax)
+    assert adapters.opens
+    trained = planner.plan(model, batch(4), fidelity="adapted", **options)
+    assert trained.fits and trained.model.adapter is not None and cards_of(trained.decisions) == 2
+    assert trained.total_bytes == adapters.next_step.total_bytes
