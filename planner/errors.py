@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class PlannerError(Exception):
     """Base class of the planner's errors. The `plan` command prints `str(error)` on one line and exits with code 2."""
@@ -66,7 +68,17 @@ class MeasurementError(PlannerError):
     """The CUDA card is missing, or the measuring process failed. The message ends with that process's last output."""
 
 
-def first_line(error: Exception) -> str:
-    """Returns the type of an error and the first line of its message."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+def first_line(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message, which may come from anybody's code."""
+    try:
+        text = str(error).strip()
+    except Exception as failure:  # a class of the user's, whose __str__ has a fault
+        text = f"its message cannot be shown ({type(failure).__name__})"
+    return f"{type(error).__name__}: {plain_line(text.splitlines()[0], 400)}" if text else type(error).__name__
+
+
+def plain_line(text: str, most: int = 4000) -> str:
+    """Returns a text of others on one line, without characters that control a terminal, and not too long."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: 10 * most])
+    line = re.sub(r"\S{500,}", lambda word: f"{word[0][:60]}...{word[0][-40:]}", line)
+    return line if len(line) <= most else f"{line[: most - 4]} ..."

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from planner.files import reading
 from planner.profiles.links import Links
 
 MIB = 1 << 20
@@ -164,9 +164,10 @@ def read(path: Path) -> DeviceProfile:
             file and the key.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ProfileError(f"profile file {path} cannot be read: {error}") from error
+        table = reading.parsed_toml(reading.text(path))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ProfileError(f"profile file {path} cannot be read: {why}") from error
     if unknown := sorted(set(table) - set(_READERS)):
         raise ProfileError(f"{path}: key '{unknown[0]}' is unknown: a profile has the keys {', '.join(_READERS)}")
     if missing := [key for key in _READERS if key not in table]:

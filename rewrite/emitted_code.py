@@ -76,7 +76,7 @@ class EmittedCode:
 def environment_source(environment: Iterable[tuple[str, str | None]]) -> str:
     """Python statements that set environment variables, and unset those whose value is None."""
     return "\n".join(
-        f'os.environ.pop("{name}", None)' if value is None else f'os.environ["{name}"] = "{value}"'
+        f"os.environ.pop({literal(name)}, None)" if value is None else f"os.environ[{literal(name)}] = {literal(value)}"
         for name, value in environment
     )
 
@@ -89,9 +89,14 @@ def assignment(name: str, value: object) -> str:
 def literal(value: object, *, indent: int = 0, used: int = 0) -> str:
     """Python source of plain data. Containers that do not fit on the line get one line per item.
 
+    The source is a literal whatever the texts in it are: they cannot end it.
+
     Args:
         indent: columns that the statement is indented by.
         used: columns of the line that stand before the literal.
+
+    Raises:
+        TypeError: a value is not plain data, so that it has no literal.
     """
     line = _one_line(value)
     if not isinstance(value, (dict, list, tuple)) or not value or indent + used + len(line) <= WIDTH:
@@ -111,7 +116,8 @@ def literal(value: object, *, indent: int = 0, used: int = 0) -> str:
 def _one_line(value: object) -> str:
     match value:
         case str():
-            return json.dumps(value, ensure_ascii=False)
+            # Half of a surrogate pair, as in file names that are not UTF-8, cannot be encoded.
+            return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
         case dict():
             return "{" + ", ".join(f"{_one_line(key)}: {_one_line(item)}" for key, item in value.items()) + "}"
         case list():
@@ -120,8 +126,10 @@ def _one_line(value: object) -> str:
             return "(" + ", ".join(_one_line(item) for item in value) + ("," if len(value) == 1 else "") + ")"
         case float() if not math.isfinite(value):
             return f'float("{value}")'
-        case _:
+        case bool() | int() | float() | None:
             return repr(value)
+        case _:
+            raise TypeError(f"there is no literal for a value of type {type(value).__name__}")
 
 
 def call(function: str, arguments: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -99,9 +100,12 @@ class OwnStep:
                 "what its state_dict() returned"
             )
         for name, optimizer in self._optimizers.items():
-            step_state.refuse_mismatch(state[name], self.module, optimizer, None, self._decisions)
-        for name, optimizer in self._optimizers.items():
-            step_state.load(state[name], self.module, optimizer, None, None, self._decisions)
+            step_state.refuse_mismatch(state[name], self.module, optimizer, None, None, self._decisions)
+        with contextlib.ExitStack() as all_or_nothing:
+            for optimizer in self._optimizers.values():
+                all_or_nothing.enter_context(step_state.restored_on_error(optimizer, None, None))
+            for name, optimizer in self._optimizers.items():
+                step_state.load_checked(state[name], optimizer, None, None)
 
     def close(self) -> None:
         """Raise an error in all further calls, because the modules are no longer rewritten."""

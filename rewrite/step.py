@@ -290,7 +290,8 @@ class TrainingStep:
         `state` that are already on the card stay there as long as `state` exists.
 
         Raises:
-            PlanFileError: if the state belongs to another plan, model or optimizer. Nothing is changed then.
+            PlanFileError: if the state belongs to another plan, model or optimizer, or is damaged (an entry is missing,
+                unknown, of another shape or dtype, or contains NaN). Nothing is changed then.
             DecisionError: after `undo`.
         """
         self._refuse_if_closed()

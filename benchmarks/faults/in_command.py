@@ -144,9 +144,9 @@ FAULTS = (
     ),
     Fault(
         name="plan-written-in-place",
-        path="planner/plan_types/plan.py",
-        old="        neighbour.write_bytes(",
-        new="        neighbour = path\n        neighbour.write_bytes(",
+        path="planner/files/writing.py",
+        old="    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)",
+        new="    temporary = target\n    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)",
         tests=("tests/plan_types/test_plan.py::test_a_failed_write_leaves_the_old_file_whole_and_nothing_else",),
         why="an interrupted save destroys the plan that was there",
     ),
@@ -229,7 +229,7 @@ FAULTS = (
     ),
     Fault(
         name="command-prints-into-json",
-        path="planner/cli/command.py",
+        path="planner/progress/streams.py",
         old="    os.dup2(2, 1)\n",
         new="",
         tests=("tests/cli/test_command_errors.py::test_with_json_standard_output_is_one_object_whoever_else_prints",),

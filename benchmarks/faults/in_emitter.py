@@ -219,4 +219,21 @@ FAULTS = (
         tests=(f"{_CHECK}::test_a_fault_in_the_text_is_found[biases are not trained]",),
         why="--check does not see that make_optimizer leaves parameters out",
     ),
+    # ---- texts of others
+    Fault(
+        name="emit-writes-any-text-as-a-name",
+        path="rewrite/emitter/quoted.py",
+        old="    if not all(part.isidentifier()",
+        new="    if not any(part.isidentifier()",
+        tests=("tests/rewrite/emitter/test_quoting.py::test_a_planted_text_is_refused_or_stays_a_literal",),
+        why="a plan file can add code to the file that is emitted from it",
+    ),
+    Fault(
+        name="emit-lets-a-path-end-the-docstring",
+        path="rewrite/emitter/quoted.py",
+        old=""".replace('\"\"\"', "'''")""",
+        new="",
+        tests=("tests/rewrite/emitter/test_quoting.py::test_a_file_in_a_folder_of_any_name_can_be_emitted_and_read",),
+        why="the name of a folder can add code to the emitted file",
+    ),
 )

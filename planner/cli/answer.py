@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
+import os
 import pathlib
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,12 @@ from planner.cli.training_lines import LOOPS
 from planner.default_batch import with_default_batch
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.fewest_cards import plan_on_cards
+from planner.files import reading
 from planner.for_program import UNSUPPORTED, plan_for_program, terms_for
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
 from planner.plan_types.constraints import Constraints, known_kinds, parse_constraints
-from planner.plan_types.plan import Plan, TrainingProgram
+from planner.plan_types.plan import Plan, TrainingProgram, names_code
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
@@ -65,10 +67,12 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     """
     saved = _saved_plan(options.model)
     if saved is not None:
+        _refuse_untrusted_code(saved, options)
         return _replan(saved, options, watch)
     watch.stage("loading the model")
     if options.margin is not None and options.vram is None and not options.smallest_card:
         raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
+    _refuse_without_effect(options)
     options, checkpoints = _with_checkpointing_of_library(options)
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
     _refuse_forced(options, optimizer)
@@ -341,13 +345,47 @@ def _refuse_another_loop(saved: Plan, options: argparse.Namespace) -> None:
         )
 
 
+def _refuse_without_effect(options: argparse.Namespace) -> None:
+    """Refuses limits on a plan where there is none, since without a budget only the baseline is rehearsed.
+
+    Raises:
+        WorkloadError: the message names the option.
+    """
+    if options.vram is not None or options.smallest_card or options.tradeoff or options.cards:
+        return
+    for name in ("force", "max_slowdown"):
+        if getattr(options, name):
+            raise WorkloadError(
+                f"{option(name)} has no effect without a budget: give --vram, such as --vram 6GiB, or leave it out"
+            )
+
+
+def _refuse_untrusted_code(saved: Plan, options: argparse.Namespace) -> None:
+    """Refuses a saved plan whose model or own function is Python code, unless the user says that it may be run.
+
+    Raises:
+        PlanFileError: the message names the code, and says how to plan it again.
+    """
+    reference = saved.model.reference or ""
+    divided_by = next((decision.dividing_function for decision in saved.decisions if decision.dividing_function), "")
+    code = reference if names_code(reference) else divided_by
+    if code and not options.trust_reference:
+        raise PlanFileError(
+            f"the plan '{options.model}' is for '{code}', and to plan it again runs that Python code: give "
+            "--trust-reference if you trust this file, or plan the model itself, as in plan "
+            f"{shlex.quote(reference)}"
+        )
+
+
 def _saved_plan(reference: str) -> Plan | None:
     """Returns the saved plan if MODEL is the path of one, else None."""
     path = pathlib.Path(reference)
-    if path.suffix.lower() != ".json" or not path.is_file():
+    if path.suffix.lower() != ".json" or not os.path.isfile(path):
         return None
     try:
-        data = json.loads(path.read_text())
+        data = reading.json_data(path)
+    except OSError as error:
+        raise PlanFileError(f"'{path}' cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise PlanFileError(
             f"'{path}' is not JSON ({error}): give a transformers config.json or a saved plan"

@@ -26,12 +26,13 @@ from planner.cli.hub import refuse_unreachable
 from planner.cli.option_checks import emitted_form, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.cli.options import parser
 from planner.cli.output_files import refuse_to_overwrite
-from planner.errors import BudgetError, MachineError, PlannerError, WorkloadError
+from planner.errors import BudgetError, MachineError, PlannerError, WorkloadError, first_line, plain_line
+from planner.files.writing import write_atomically
 from planner.plan_types.decision_base import cards_of
-from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
+from planner.plan_types.plan import SCHEMA_VERSION
 from planner.plan_types.tradeoff import Tradeoff
 from planner.plan_types.words import DEFAULT_SECONDS
-from planner.progress import Watch
+from planner.progress import Watch, streams
 from planner.progress.display import shown
 from planner.progress.durations import parse_duration
 
@@ -40,15 +41,35 @@ if TYPE_CHECKING:
     from planner.rewrite.on_cpu.verification import CpuVerification
     from planner.rewrite.on_gpu.verification import Verification
 
+_LEAST_COLUMNS = 20
+"""Smallest width of the report. With COLUMNS=0, rich would print nothing."""
 FITS, DOES_NOT_FIT, COULD_NOT_RUN, ENDED_BY_MACHINE = 0, 1, 2, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    streams.open_missing()
     out = sys.stdout
-    if words[:1] in (["diff"], ["explain"]):
-        return _on_files(words[0], words[1:], out)
+    if out is None:
+        print("plan: standard output is closed, so the answer cannot be written", file=sys.stderr)
+        return COULD_NOT_RUN
+    try:
+        try:
+            is_of_files = words[:1] in (["diff"], ["explain"])
+            code = _on_files(words[0], words[1:], out) if is_of_files else _on_model(words, out)
+        finally:
+            out.flush()
+    except OSError as error:  # all other errors are handled where they occur
+        streams.discard_standard_output()
+        with contextlib.suppress(OSError):
+            print(f"plan: the answer cannot be written to standard output: {error.strerror}", file=sys.stderr)
+        return COULD_NOT_RUN
+    return code
+
+
+def _on_model(words: list[str], out: TextIO) -> int:
+    """Runs the command on a model or a saved plan, and returns its exit code."""
     cut = words.index("--") if "--" in words else len(words)
     words, script_arguments = words[:cut], words[cut + 1 :]
     try:
@@ -62,29 +83,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         is_shown = not (options.json or options.quiet)
         # The model's code may print, and must not mix with the answer.
-        with _standard_output_to_error(), shown(is_shown) as report:
+        with (
+            streams.only_in_this_process(COULD_NOT_RUN),
+            streams.standard_output_to_error(),
+            streams.without_sudden_exit(),
+            shown(is_shown) as report,
+        ):
             watch = Watch(seconds=_limit_seconds(options), report=report)
             answer = _answer(options, watch)
             afterwards = Watch(report=report, elapsed_seconds=watch.elapsed_seconds)
             lines = _lines_to_paste(answer, options)
             written = _write(answer, options, afterwards)
             verification = _verify(answer, options, afterwards)
-    except PlannerError as error:
-        return _refuse(error, as_json=options.json, out=out)
-    except KeyboardInterrupt:
-        return _refuse(PlannerError("interrupted"), as_json=options.json, out=out)
-    except SystemExit as error:
-        message = f"the model's code called sys.exit({error.code!r}): give a function that only builds the model"
-        return _refuse(WorkloadError(message), as_json=options.json, out=out)
-    except Exception as error:
-        if _was_interrupted(error, watch):
-            return _refuse(PlannerError("interrupted"), as_json=options.json, out=out)
-        # a bug in the planner: show the whole traceback
-        traceback.print_exc()
-        message = (
-            f"{type(error).__name__}: {error}; this is a bug of the planner, please report it with the traceback above"
-        )
-        return _refuse(PlannerError(" ".join(message.split())), as_json=options.json, out=out)
+    except BaseException as error:
+        return _refuse(_refusal(error, watch), as_json=options.json, out=out)
     if options.json:
         measured = {} if verification is None else {"verification": verification.to_json()}
         print(json.dumps({**answer.to_json(), "seconds": answer.seconds, **measured}, indent=2), file=out)
@@ -96,12 +108,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if lines:
             print(lines, file=out)
         for path in written:
-            print(f"wrote {path}", file=sys.stderr)
+            print(f"wrote {plain_line(str(path))}", file=sys.stderr)
         if emitted_form(options) == "python" and not isinstance(answer, Tradeoff) and cards_of(answer.decisions) > 1:
             from planner.rewrite.emitted_code import torchrun
 
             print(f"start it with: {torchrun(answer)} {options.emit}", file=sys.stderr)
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
+
+
+def _refusal(error: BaseException, watch: Watch) -> PlannerError:
+    """Returns the error to show instead of any other. For a bug of the planner, the traceback is printed, too."""
+    if isinstance(error, PlannerError):
+        return error
+    if _was_interrupted(error, watch):
+        return PlannerError("interrupted")
+    if isinstance(error, SystemExit):
+        what = f"ended the process with code {error.code!r} (sys.exit or os._exit)"
+        return WorkloadError(f"the model's code {what}: give a function that only builds the model")
+    if not isinstance(error, Exception):
+        return WorkloadError(f"the model's code raised {first_line(error)}: give a function that only builds the model")
+    if isinstance(error, MemoryError):
+        return MachineError("this machine has not enough memory for the command: close other programs, or set no limit")
+    if isinstance(error, OSError) and error.filename is not None:
+        return PlannerError(f"'{os.fsdecode(error.filename)}' cannot be used: {error.strerror}")
+    if isinstance(error, FileNotFoundError) and _is_without_folder():
+        return PlannerError("the working directory was deleted: change to another one")
+    if isinstance(error, RecursionError):
+        return WorkloadError("the model, its batch or its config is nested too deeply for Python's recursion limit")
+    traceback.print_exception(error)
+    message = f"{type(error).__name__}: {plain_line(str(error), 1000)}"
+    return PlannerError(f"{message}; this is a bug of the planner, please report it with the traceback above")
+
+
+def _is_without_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _was_interrupted(error: BaseException | None, watch: Watch) -> bool:
@@ -120,8 +164,8 @@ def _on_files(command: str, words: Sequence[str], out: TextIO) -> int:
     module = plan_diff if command == "diff" else plan_explain
     try:
         is_found, answer = module.run(module.parser().parse_args(words))
-    except PlannerError as error:
-        return _refuse(error, as_json="--json" in words, out=out)
+    except (Exception, KeyboardInterrupt) as error:
+        return _refuse(_refusal(error, Watch()), as_json="--json" in words, out=out)
     if isinstance(answer, str):
         print(answer, file=out)
     else:
@@ -131,7 +175,10 @@ def _on_files(command: str, words: Sequence[str], out: TextIO) -> int:
 
 def _console(out: TextIO) -> Console:
     """Return a console for the answer. Without a terminal it has 200 columns, so that lines in logs stay whole."""
-    return Console(file=out, width=None if out.isatty() or "COLUMNS" in os.environ else 200)
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) < _LEAST_COLUMNS:
+        return Console(file=out, width=_LEAST_COLUMNS)
+    return Console(file=out, width=None if out.isatty() or columns else 200)
 
 
 def _print(answer: Plan | Tradeoff, verification: Verification | CpuVerification | None, out: TextIO) -> None:
@@ -272,20 +319,6 @@ def _write(answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch) -
 # ---- output -------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _standard_output_to_error() -> Iterator[None]:
-    """Redirect standard output to standard error, also for subprocesses and C code, which write to descriptor 1."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
 def _refuse(error: PlannerError, *, as_json: bool, out: TextIO) -> int:
     """Print the error as one line on standard error, with --json also as one object on standard output.
 
@@ -295,7 +328,7 @@ def _refuse(error: PlannerError, *, as_json: bool, out: TextIO) -> int:
         fields = {"type": type(error).__name__, "message": str(error)}
         fits = False if isinstance(error, BudgetError) else None
         print(json.dumps({"schema_version": SCHEMA_VERSION, "fits": fits, "error": fields}, indent=2), file=out)
-    print(f"plan: {error}", file=sys.stderr)
+    print(f"plan: {plain_line(str(error))}", file=sys.stderr)
     if isinstance(error, BudgetError):
         return DOES_NOT_FIT
     return ENDED_BY_MACHINE if isinstance(error, MachineError) else COULD_NOT_RUN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pathlib
 import re
 import urllib.error
@@ -23,7 +24,7 @@ def refuse_unreachable(model: str) -> None:
     """
     path = pathlib.Path(model)
     is_hub_id = _HUB_ID.fullmatch(model) is not None and path.suffix.lower() not in (".json", ".py") and model[0] != "."
-    if path.exists() or not is_hub_id:
+    if os.path.exists(path) or not is_hub_id:
         return
     try:
         constants = importlib.import_module("huggingface_hub.constants")

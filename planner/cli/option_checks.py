@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
+import os
 from typing import Literal, get_args
 
 from planner import profiles
@@ -102,7 +102,7 @@ def _refuse_for_program(options: argparse.Namespace, used: set[str]) -> None:
         raise WorkloadError(
             f"{options.loop} reads a YAML config, not '{options.emit.name}': name a file that ends in .yaml or .yml"
         )
-    if ":" in options.model and not pathlib.Path(options.model).exists():
+    if ":" in options.model and not os.path.exists(options.model):
         raise WorkloadError(
             f"{options.loop} loads the model from a folder or the hub, and '{options.model}' is a function: give a "
             "folder or a hub id, or another loop with --for"

@@ -112,6 +112,11 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "saved plan",
     )
     group.add_argument(
+        "--trust-reference",
+        action="store_true",
+        help="MODEL is a saved plan of a Python function: import and run the code that the file names",
+    )
+    group.add_argument(
         "--batch-size",
         type=positive,
         metavar="N",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
+import errno
+import os
 import pathlib
+import stat
+from collections.abc import Callable
 
 from planner.errors import PlanFileError
+from planner.files import reading
 
 
 def refuse_to_overwrite(options: argparse.Namespace) -> None:
@@ -19,7 +23,7 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
     """
     snapshots = (None, None) if options.snapshot is None else (options.snapshot, baseline_path(options.snapshot))
     given = (options.save, options.emit, options.report, options.svg, *snapshots)
-    targets = [path.resolve() for path in given if path is not None]
+    targets = [os.path.realpath(path) for path in given if path is not None]
     if len(set(targets)) < len(targets):
         raise PlanFileError(
             "two of --save, --emit, --report, --svg and --snapshot name the same file: give each option its own file"
@@ -41,6 +45,7 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
     ):
         if path is None:
             continue
+        refuse_strange_path(path)
         if path.is_dir() or not path.resolve().parent.is_dir():
             raise PlanFileError(
                 f"'{path}' cannot be written: "
@@ -50,8 +55,37 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
                     else "its folder does not exist; create it first"
                 )
             )
-        if path.exists() and not is_ours(path.read_text(errors="replace")):
+        if path.exists() and not _is_ours(path, is_ours):
             raise PlanFileError(f"'{path}' exists and is not {kind}, so it is not overwritten: choose another name")
+
+
+def refuse_strange_path(path: pathlib.Path) -> None:
+    """Refuse a path that the system does not take, and a file that is a device or a pipe.
+
+    Raises:
+        PlanFileError: the message says why.
+    """
+    try:
+        if path.is_symlink() and os.path.islink(os.path.realpath(path)):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        facts = path.stat()
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:  # such as a name that is too long, or with a null character
+        why = error.strerror if isinstance(error, OSError) else error
+        raise PlanFileError(f"'{path}' cannot be written: {why}") from error
+    if not stat.S_ISREG(facts.st_mode) and not stat.S_ISDIR(facts.st_mode):
+        raise PlanFileError(f"'{path}' cannot be written: it is a device or a pipe; name a file")
+
+
+def _is_ours(path: pathlib.Path, is_ours: Callable[[str], bool]) -> bool:
+    """True if an existing file has the content that the option writes. A file that is too large has not."""
+    try:
+        return is_ours(reading.content(path).decode(errors="replace"))
+    except PermissionError as error:
+        raise PlanFileError(f"'{path}' exists and cannot be read: {error.strerror}; choose another name") from error
+    except OSError:
+        return False
 
 
 def baseline_path(path: pathlib.Path) -> pathlib.Path:
@@ -61,7 +95,7 @@ def baseline_path(path: pathlib.Path) -> pathlib.Path:
 
 def _is_plan(text: str) -> bool:
     try:
-        data = json.loads(text)
+        data = reading.parsed_json(text)
     except ValueError:
         return False
     return isinstance(data, dict) and {"schema_version", "decisions"} <= set(data)

@@ -16,6 +16,7 @@ import types
 import typing
 from typing import Any
 
+from planner.files.fields import ANY_NUMBER, LEAST
 from planner.plan_types.categories import Category
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.plan import SCHEMA_VERSION, Footprint, Plan
@@ -25,7 +26,7 @@ _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(
 _SIZES_BY_CATEGORY = {
     "type": "object",
     "propertyNames": {"enum": [category.key for category in Category]},
-    "additionalProperties": {"type": "integer"},
+    "additionalProperties": {"type": "integer", "minimum": 0},
 }
 _BINDING = {"enum": [category.key for category in Category]}
 
@@ -88,7 +89,22 @@ def _object(kind: Any) -> dict[str, Any]:
 def _property(kind: Any, name: str) -> dict[str, Any]:
     """Returns the schema of a field with the note below it as its description."""
     note = _notes(kind).get(name)
-    return _schema(typing.get_type_hints(kind)[name]) | ({"description": note} if note else {})
+    schema = _schema(typing.get_type_hints(kind)[name])
+    if name not in ANY_NUMBER:
+        schema = _with_least(schema, LEAST.get(name, 0))
+    return schema | ({"description": note} if note else {})
+
+
+def _with_least(schema: dict[str, Any], least: int) -> dict[str, Any]:
+    """Returns a schema with the smallest whole number that its integers may be. References are left as they are."""
+    if schema.get("type") == "integer":
+        return schema | {"minimum": least}
+    nested = {
+        key: [_with_least(part, least) for part in value] if isinstance(value, list) else _with_least(value, least)
+        for key, value in schema.items()
+        if key in ("anyOf", "items", "prefixItems") or (key == "additionalProperties" and isinstance(value, dict))
+    }
+    return schema | nested
 
 
 def _decision(kind: type[Decision]) -> dict[str, Any]:

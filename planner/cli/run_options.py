@@ -129,8 +129,11 @@ def _number_of_cards(text: str) -> int | str:
 
 
 def positive(text: str) -> int:
-    """Parses a whole number above 0."""
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
+    """Parses a whole number above 0. Tensors of more than `_MOST` samples or tokens would have no 64-bit size."""
+    number = int(text) if text.isdecimal() and len(text) < 20 else 0
+    if not 1 <= number <= _MOST:
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a whole number above 0 and at most {_MOST:,}")
     return number
+
+
+_MOST = 2**31 - 1

@@ -13,7 +13,8 @@ from planner.plan_types.decision_base import cards_of, optimizer_kernel_of
 from planner.plan_types.plan import Plan
 from planner.plan_types.words import Loop
 from planner.profiles.links import CARDS_PER_NODE
-from planner.rewrite.emitted_code import environment_source, torchrun
+from planner.rewrite.emitted_code import environment_source, literal, torchrun
+from planner.rewrite.emitter import quoted
 from planner.rewrite.emitter.model_source import adapted_model
 from planner.rewrite.rules.allocator import environment_of
 from planner.rewrite.trainer.arguments import micro_batches, training_arguments
@@ -64,7 +65,7 @@ def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
     saved = str(path or "plan.json")
     text = _LINES[loop](plan)
     comment = "" if path else "  # add --save plan.json to the command"
-    return _with_imports(plan, f'plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}')
+    return _with_imports(plan, f"plan = planner.Plan.load({literal(saved)}){comment}\n{_model_lines(plan)}{text}")
 
 
 def _with_imports(plan: Plan, lines: str, variables: Sequence[tuple[str, str | None]] = ()) -> str:
@@ -79,14 +80,15 @@ def _model_lines(plan: Plan) -> str:
     """Returns the lines that build the model, or one with `...` if the plan does not say how."""
     reference, kind = plan.model.reference, plan.model.name
     if reference is None:
-        return f"model = ...  # the {kind} that you planned\n"
+        return f"model = ...  # the {quoted.remark(kind)} that you planned\n"
     if ":" in reference:
         adapter = "" if plan.model.adapter is None else f", with {plan.model.adapter}"
-        return f"model = ...  # the model that {reference} returns{adapter}\n"
+        return f"model = ...  # the model that {quoted.remark(reference + ' returns' + adapter)}\n"
     name = _weights(reference)
     if plan.model.adapter is not None:
-        return adapted_model(plan, f'"{name}"')
-    return f'model = transformers.{kind}.from_pretrained("{name}", dtype=torch.{plan.model.dtype})\n'
+        return adapted_model(plan, literal(name))
+    kind, dtype = quoted.class_name(kind, "the class of the planned model"), quoted.dtype(plan.model.dtype)
+    return f"model = transformers.{kind}.from_pretrained({literal(name)}, dtype={dtype})\n"
 
 
 def _weights(reference: str) -> str:
@@ -135,7 +137,7 @@ def _tokenizer(plan: Plan) -> str:
     reference = plan.model.reference
     if reference is None or ":" in reference:
         return "tokenizer = ...  # the tokenizer of your model\n"
-    return f'tokenizer = transformers.AutoTokenizer.from_pretrained("{_weights(reference)}")\n'
+    return f"tokenizer = transformers.AutoTokenizer.from_pretrained({literal(_weights(reference))})\n"
 
 
 def _collator(plan: Plan) -> str:
@@ -243,7 +245,7 @@ class Planned(lightning.LightningModule):  # precision and accumulation of the T
 def _optimizer(plan: Plan) -> str:
     """Returns the expression that creates the planned optimizer, before the plan changes its kernel or its state."""
     known = OPTIMIZERS.get(plan.workload.optimizer)
-    path = known.path if known is not None else f"torch.optim.{plan.workload.optimizer.rpartition('.')[2]}"
+    path = known.path if known is not None else quoted.torch_optimizer(plan.workload.optimizer)
     momentum = known.hyperparameters.get("momentum") if known is not None else None
     return f"{path}(model.parameters(), lr=1e-4{'' if momentum is None else f', momentum={momentum}'})"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 import pathlib
 from typing import Any
 
 from planner.errors import WorkloadError
+from planner.files import reading
 
 ALL_LINEAR = "all-linear"
 """The name that stands for all linear layers except the output layer (peft's `target_modules="all-linear"`)."""
@@ -104,9 +105,13 @@ def saved_config(folder: str) -> dict[str, Any] | None:
     path = pathlib.Path(folder) / "adapter_config.json"
     remedy = "save the adapters again with save_pretrained"
     try:
-        config = json.loads(path.read_bytes())
-    except OSError:
+        config = reading.json_data(path)
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if not os.path.exists(path):  # such as a name that is too long for a file
+            return None
+        raise WorkloadError(f"'{path}' cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise WorkloadError(f"'{path}' is not JSON ({error}): {remedy}") from error
     if not isinstance(config, dict):

@@ -7,7 +7,10 @@ import json
 import pathlib
 from typing import Any, TypeVar
 
-from planner.errors import PlanFileError, PlannerError
+from planner.errors import PlanFileError, PlannerError, plain_line
+from planner.files import reading
+from planner.files.fields import check_field_types
+from planner.files.writing import write_atomically
 from planner.plan_types import plan_summary
 from planner.plan_types.categories import Category
 from planner.plan_types.decisions import Decision
@@ -27,7 +30,7 @@ from planner.plan_types.plan_parts import (
     SolverFacts,
     TrainingProgram,
     WorkloadFacts,
-    check_field_types,
+    names_code,
 )
 from planner.plan_types.techniques import as_tuples, canonical_kind, decision_from_json
 
@@ -48,7 +51,7 @@ __all__ = [
     "SolverFacts",
     "TrainingProgram",
     "WorkloadFacts",
-    "write_atomically",
+    "names_code",
 ]
 
 DecisionT = TypeVar("DecisionT", bound=Decision)
@@ -202,8 +205,9 @@ class Plan:
                 **{name: data[name] for name in _PLAIN_FIELDS},
             )
             return _checked(plan)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanFileError(f"plan has a missing or wrong field ({error}): make the plan again") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            why = plain_line(str(error), 400)
+            raise PlanFileError(f"plan has a missing or wrong field ({why}): make the plan again") from error
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write the plan as JSON to a file. The file is replaced at once, so that it is never incomplete.
@@ -217,7 +221,7 @@ class Plan:
     def load(cls, path: str | pathlib.Path) -> Plan:
         """Read a plan file that `save` wrote. Raises `PlanFileError` if it cannot be read or is not a plan."""
         try:
-            data = json.loads(pathlib.Path(path).read_text())
+            data = reading.json_data(path)
         except OSError as error:
             raise PlanFileError(f"plan file '{path}' cannot be read: {error.strerror}") from error
         except ValueError as error:
@@ -225,22 +229,7 @@ class Plan:
         try:
             return cls.from_json(data)
         except PlannerError as error:
-            raise type(error)(f"plan file '{path}': {error}") from error
-
-
-def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
-    """Write a file at once: to a temporary file in the same folder, which is then renamed to `path`.
-
-    Raises:
-        PlanFileError: the file cannot be written.
-    """
-    neighbour = path.with_name(f".{path.name}.part")
-    try:
-        neighbour.write_bytes(data.encode() if isinstance(data, str) else data)
-        neighbour.replace(path)
-    except OSError as error:
-        neighbour.unlink(missing_ok=True)
-        raise PlanFileError(f"'{path}' cannot be written: {error.strerror}") from error
+            raise type(error)(plain_line(f"plan file '{path}': {error}")) from error
 
 
 _PLAIN_FIELDS = (
@@ -271,8 +260,6 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
 def _checked(plan: Plan) -> Plan:
     """Returns the plan. Raises `TypeError` if a field has a value that later code cannot use."""
     check_field_types(plan)
-    if plan.vram_bytes is not None and plan.vram_bytes < 0:
-        raise TypeError(f"vram_bytes is {plan.vram_bytes!r}, not a whole number of bytes")
     if plan.max_slowdown is not None and plan.max_slowdown <= 0:
         raise TypeError(f"max_slowdown is {plan.max_slowdown!r}, not a factor above zero")
     return plan

@@ -1,14 +1,9 @@
-"""The parts of a `Plan`: facts about model, workload and solver, memory of the step, and the shortfall.
-
-`check_field_types` compares the fields of a plan that was read from JSON with their annotations.
-"""
+"""The parts of a `Plan`: facts about model, workload and solver, memory of the step, and the shortfall."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
-import typing
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +11,7 @@ from planner.plan_types.adapter import Adapter
 from planner.plan_types.categories import Category
 from planner.plan_types.decisions import Decision
 from planner.plan_types.techniques import as_tuples
-from planner.plan_types.words import ProgramName
+from planner.plan_types.words import CallingName, ProgramName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +114,11 @@ class TrainingProgram:
     """Names of the layers that get adapters, as peft found them; empty without adapters."""
 
 
+def names_code(reference: str) -> bool:
+    """Returns True if MODEL is a Python function or class, so that loading it runs code."""
+    return ":" in reference and not os.path.exists(reference)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """The model that the plan is for, and how to load it again."""
@@ -181,7 +181,7 @@ class WorkloadFacts:
     seq_len: int | None
     batch: tuple[tuple[str, tuple[int, ...], str], ...]
     """Path, shape and dtype of every tensor of the batch."""
-    calling: str
+    calling: CallingName
     """How the batch is passed to the model: the name of a `planner.workload.call_convention.Calling`."""
     has_loss_fn: bool
     optimizer: str
@@ -337,63 +337,3 @@ class RunFacts:
     changes: tuple[RunChange, ...]
     source: RunSource | None = None
     """None if the batches or activities are the user's own, which no file holds, and in plans of older versions."""
-
-
-# ---- types of fields -------------------------------------------------------------------------------------------------
-
-
-def check_field_types(record: Any, path: str = "") -> None:
-    """Checks every field of a dataclass, also those of dataclasses in it.
-
-    Args:
-        path: names of the fields that lead to this dataclass, such as 'baseline.'.
-
-    Raises:
-        TypeError: a value does not have the type of its annotation; the message names the field.
-    """
-    for name, hint in _hints(record.__class__).items():
-        _check(getattr(record, name), hint, f"{path}{name}")
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-
-
-def _check(value: Any, hint: Any, path: str) -> None:
-    if dataclasses.is_dataclass(value) and isinstance(hint, type) and isinstance(value, hint):
-        check_field_types(value, f"{path}.")
-        return
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        possible = [argument for argument in arguments if _is_of(value, argument)]
-        if possible:
-            _check(value, possible[0], path)
-            return
-    elif _is_of(value, hint):
-        for key, part in _parts(value, origin, arguments):
-            _check(part, key[1], f"{path}{key[0]}")
-        return
-    raise TypeError(f"{path} is {value!r}")
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """True if the value is of the type, apart from its parts."""
-    kind = typing.get_origin(hint) or hint
-    if kind is Any:
-        return True
-    if kind is typing.Literal:
-        return value in typing.get_args(hint)
-    if kind in (int, float):
-        return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return isinstance(value, type(None) if kind is None else kind)
-
-
-def _parts(value: Any, origin: Any, arguments: tuple[Any, ...]) -> list[tuple[tuple[str, Any], Any]]:
-    """Returns the parts of a tuple or a dict, each as (its place, its annotation) and its value."""
-    if origin is tuple and arguments[1:] == (Ellipsis,):
-        return [((f"[{number}]", arguments[0]), part) for number, part in enumerate(value)]
-    if origin in (dict, Mapping):
-        return [((f"[{key!r}]", arguments[1]), part) for key, part in value.items()]
-    return []

@@ -55,6 +55,9 @@ OptimizerName = Literal[
 ]
 """An optimizer that can be given by name."""
 
+CallingName = Literal["KEYWORDS", "POSITIONAL", "ALL_BUT_LAST", "SINGLE", "STEP"]
+"""The name of a way to call a model with a batch (`planner.workload.call_convention.Calling`)."""
+
 ProgramName = Literal["axolotl", "llama-factory"]
 """A program that trains by its own loop, and reads a config."""
 

@@ -57,6 +57,7 @@ from planner.virtual_gpu.kernels import kernels_of
 from planner.virtual_gpu.source_lines import source_line
 from planner.virtual_gpu.values.data_dependence import DataDependence
 from planner.virtual_gpu.values.data_dependent_ops import run_data_dependent_op
+from planner.virtual_gpu.values.kernel_arguments import refuse_arguments
 from planner.virtual_gpu.values.shadow_ops import nested_tensors
 from planner.workspaces import has_formula
 
@@ -135,6 +136,7 @@ class Recorder(TorchDispatchMode):
             out = op(*args, **kwargs)
             self._note_op(op, traits, args, kwargs, out, tick)
             return out
+        refuse_arguments(op, args)
         # 1. Ops that the real device runs in place: fakes return a copy, so the result is the argument itself.
         if self.in_place is not None and self.in_place(op, args, self._maker):
             self._note_op(op, traits, args, kwargs, args[0], tick)
@@ -243,14 +245,12 @@ class Recorder(TorchDispatchMode):
     def _maker(self, tensor: torch.Tensor) -> str:
         """Returns the name of the op that made the tensor's storage; empty if no recorded op has made it."""
         storage = self.table.storage_of(tensor) if self.table.watches(tensor) else None
-        op = None if storage is None else self.table.storages[storage].op
-        return "" if op is None else self.ops[op].name
+        return "" if storage is None or (op := self.table.storages[storage].op) is None else self.ops[op].name
 
     def _note_writes(self, traits: OpTraits, args, kwargs, tick: int, call: int | None) -> None:
         """Records the storages that an op of the forward writes in place."""
-        for target in nested_tensors(traits.written_arguments(args, kwargs)):
-            if (storage := self.table.storage_of(target)) is not None:
-                self._writes.append((tick, storage, call))
+        storages = map(self.table.storage_of, nested_tensors(traits.written_arguments(args, kwargs)))
+        self._writes += [(tick, storage, call) for storage in storages if storage is not None]
 
     def _where(self, index: int) -> tuple[Phase, str, int | None, int | None]:
         """Returns the phase, module path, call and forward op of the op that is recorded next, as index `index`.

@@ -111,6 +111,10 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
     """
     gc.freeze()
     gc.disable()
+    # The user's own debugging around the call is not part of the step: NaN is not looked for, nothing is packed.
+    torch.autograd.set_detect_anomaly(False)
+    while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are reported in one line
     autocast = None if target.device == "cpu" else backend.install(target)
     library_patches.let_libraries_take_fakes_for_real(target.device)
@@ -146,6 +150,8 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
     with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
         device = rehearsal.target.device
         make_virtual(rehearsal.model, device, recorder.data_dependence.known)
+        if isinstance(rehearsal.loss_fn, torch.nn.Module):  # such as CrossEntropyLoss(weight=...), moved to the card
+            make_virtual(rehearsal.loss_fn, device, recorder.data_dependence.known)
         wanted_size = sum(rehearsal.micro_batch_sizes)
         given = rehearsal.batch if rehearsal.values_from is None else rehearsal.values_from
         recorder.data_dependence.answers = rehearsal.answers

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 
 from planner.errors import WorkloadError
+from planner.files import reading
 
 FORMS = "one length per line, or 'length count' per line, or JSON: a list of lengths or an object {length: count}"
+_MOST_BYTES, _MOST_SAMPLES = 1 << 30, 10**8
+"""Maximum size of the file, and of the list of lengths."""
 
 
 def read_lengths(path: pathlib.Path) -> list[int]:
@@ -20,13 +22,17 @@ def read_lengths(path: pathlib.Path) -> list[int]:
         WorkloadError: the file cannot be read, or has something else in it.
     """
     try:
-        text = path.read_text()
+        text = reading.text(path, most_bytes=_MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"the lengths in '{path}' cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise WorkloadError(f"the lengths in '{path}' cannot be read: {why}") from error
     try:
-        data = json.loads(text) if text.lstrip()[:1] in ("[", "{") else _table(text)
+        data = reading.parsed_json(text) if text.lstrip()[:1] in ("[", "{") else _table(text)
         pairs = list(data.items()) if isinstance(data, dict) else [_pair(item) for item in data]
-        lengths = [length for length, count in ((_whole(a), _whole(b)) for a, b in pairs) for _ in range(count)]
+        counted = [(_whole(length), _whole(count)) for length, count in pairs]
+        if sum(count for _, count in counted) > _MOST_SAMPLES:
+            raise ValueError(f"there are more than {_MOST_SAMPLES:,} samples: give a part of them")
+        lengths = [length for length, count in counted for _ in range(count)]
     except (ValueError, TypeError) as error:
         raise WorkloadError(f"the lengths in '{path}' cannot be read ({error}): give {FORMS}") from error
     if not lengths:

@@ -55,7 +55,8 @@ def history_of(data: Mapping[str, Any], wanted: int | None, shown: str, *, needs
     """
     with naming(f"{shown}: device_traces"):
         traces = [
-            [entry for entry in trace if entry["action"] not in _WITHOUT_EFFECT] for trace in data["device_traces"]
+            [entry for entry in trace if _text(entry["action"]) not in _WITHOUT_EFFECT]
+            for trace in _few(data["device_traces"], _MOST_DEVICES)
         ]
     with naming(f"{shown}: segments"):
         devices = [number for number, trace in enumerate(traces) if trace]
@@ -88,13 +89,13 @@ def history_of(data: Mapping[str, Any], wanted: int | None, shown: str, *, needs
     with naming(f"{shown}: device_traces[{device}]"):
         sources = Sources(
             traces=tuple(_traces(trace)),
-            remarks=tuple(str(entry.get("user_metadata") or "") for entry in trace),
+            remarks=tuple(_brief(entry.get("user_metadata") or "") for entry in trace),
             device_free_bytes={
                 number: _whole(entry["device_free"]) for number, entry in enumerate(trace) if "device_free" in entry
             },
             block_traces=block_traces,
             private_bytes=sum(segment.size_bytes for segment in private),
-            variable=str(options.get("PYTORCH_CUDA_ALLOC_CONF") or ""),
+            variable=_text(options.get("PYTORCH_CUDA_ALLOC_CONF") or ""),
         )
     return History(
         events=tuple(events),
@@ -158,7 +159,7 @@ def _frames(frames: Sequence[Mapping[str, Any]]) -> tuple[Frame, ...]:
 
 def _shown(value: object) -> str:
     """Returns a text of the file without control characters, which could change what a terminal shows."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
+    return "".join(letter if letter.isprintable() else "?" for letter in _brief(value))
 
 
 def _block_traces(segments: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, tuple[Frame, ...]]]:
@@ -174,7 +175,7 @@ def _block_traces(segments: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, 
 def _event(entry: Mapping[str, Any]) -> Event:
     action = _ACTIONS.get(entry["action"])
     if action is None:
-        raise ValueError(f"an event has the unknown action {str(entry['action'])[:40]!r}")
+        raise ValueError(f"an event has the unknown action {_brief(entry['action'])[:40]!r}")
     address = 0 if action is Action.OOM else _whole(entry["addr"])
     return Event(action, address, _whole(entry["size"], least=1), _stream(entry["stream"]))
 
@@ -195,7 +196,7 @@ def _segment(data: Mapping[str, Any]) -> Segment:
         is_small=data["segment_type"] == "small",
         blocks=tuple(blocks),
     )
-    if segment.size_bytes != data["total_size"]:
+    if segment.size_bytes != _whole(data["total_size"]):
         raise ValueError(
             f"the blocks of the segment at {segment.address:#x} have {segment.size_bytes} bytes together, but its "
             f"total_size is {data['total_size']}"
@@ -230,16 +231,44 @@ def _whole(value: object, *, least: int = 0) -> int:
     """Returns the value if it is an integer of at least `least`, else raises `ValueError`."""
     if type(value) is not int or value < least:
         raise ValueError(
-            f"an address or size of an event is {str(value)[:40]!r}, but must be an integer of at least {least}"
+            f"an address or size of an event is {_brief(value)[:40]!r}, but must be an integer of at least {least}"
         )
+    if value > _MOST_ADDRESS:
+        raise ValueError(f"an address or size of an event has more than 64 bits: {_brief(value)[:40]}")
     return value
 
 
 def _stream(value: object) -> int:
     """Returns the value if it is an integer, as the number of a stream must be, else raises `ValueError`."""
     if type(value) is not int:
-        raise ValueError(f"the stream of an event or segment is {str(value)[:40]!r}, but must be an integer")
+        raise ValueError(f"the stream of an event or segment is {_brief(value)[:40]!r}, but must be an integer")
     return value
+
+
+def _brief(value: object) -> str:
+    """Returns a text for a value of the file. The text of a small tuple that contains itself often may be endless."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 128 else "a number of too many digits"
+    return str(value) if value is None or isinstance(value, float) else f"a value of type {type(value).__name__}"
+
+
+def _text(value: object) -> str:
+    """Returns the value if it is a text, else raises `ValueError`."""
+    if not isinstance(value, str):
+        raise ValueError(f"there is {_brief(value)} instead of a text")
+    return value
+
+
+def _few(values: Any, most: int) -> Any:
+    """Returns a list if it has at most `most` items, else raises `ValueError`."""
+    if not isinstance(values, (list, tuple)) or len(values) > most:
+        raise ValueError(f"there is no list of at most {most} items")
+    return values
+
+
+_MOST_DEVICES, _MOST_ADDRESS = 1024, 2**64
 
 
 # ---- private pools ------------------------------------------------------------------------------------------------
@@ -297,7 +326,7 @@ def _is_expandable(options: Mapping[str, Any], events: Sequence[Event], segments
 
 def _settings(options: Mapping[str, Any], *, is_expandable: bool) -> tuple[AllocatorSettings, list[str]]:
     """Returns the settings of the allocator, and notes for the user about options that cannot be simulated."""
-    written = options_in(str(options.get("PYTORCH_CUDA_ALLOC_CONF") or ""))
+    written = options_in(_text(options.get("PYTORCH_CUDA_ALLOC_CONF") or ""))
     if written.get("backend") == "cudaMallocAsync":
         raise SnapshotError(
             "the program used backend:cudaMallocAsync, which is not simulated: record it with backend:native"

@@ -22,7 +22,7 @@ import pathlib
 import pickle
 import zlib
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from planner.errors import SnapshotError
 from planner.snapshot.content import GIVE, as_snapshot, history_of, naming, one_line
@@ -81,6 +81,32 @@ class _PlainUnpickler(pickle.Unpickler):
         )
 
 
+class _Limited:
+    """A binary file that raises `SnapshotError` after a number of bytes, as for a small file that unpacks to many."""
+
+    def __init__(self, file: BinaryIO | gzip.GzipFile, most_bytes: int) -> None:
+        self._file, self._left_bytes, self._most_bytes = file, most_bytes, most_bytes
+
+    def read(self, size: int = -1) -> bytes:
+        return self._counted(self._file.read(self._left_bytes + 1 if size < 0 else min(size, self._left_bytes + 1)))
+
+    def readline(self) -> bytes:
+        return self._counted(self._file.readline(self._left_bytes + 1))
+
+    def _counted(self, data: bytes) -> bytes:
+        self._left_bytes -= len(data)
+        if self._left_bytes < 0:
+            raise SnapshotError(
+                f"unpacks to more than {self._most_bytes:,} bytes, which no snapshot of its size does: do not trust "
+                "this file, or unpack it yourself with gunzip"
+            )
+        return data
+
+
+_LEAST_LIMIT_BYTES, _MOST_COMPRESSION = 64 << 20, 200
+"""A file may unpack to the larger of this number of bytes and this number of times its size."""
+
+
 def _read(path: pathlib.Path, shown: str) -> object:
     """Returns the object that a pickle or JSON file holds. `shown` is the name of the file in error messages."""
     if not path.is_file():
@@ -89,12 +115,13 @@ def _read(path: pathlib.Path, shown: str) -> object:
         with path.open("rb") as file:
             is_compressed = file.read(2) == b"\x1f\x8b"
         with gzip.open(path) if is_compressed else path.open("rb") as file:
-            first = file.read(1)
+            limited = _Limited(file, max(_LEAST_LIMIT_BYTES, _MOST_COMPRESSION * path.stat().st_size))
+            first = limited.read(1)
             file.seek(0)
             if first == b"\x80":  # Every pickle since protocol 2 starts with it.
-                return _PlainUnpickler(file).load()
+                return _PlainUnpickler(limited).load()
             if first == b"{":
-                return json.load(file)
+                return json.loads(limited.read())
     except SnapshotError as error:
         raise SnapshotError(f"{shown} {error}") from None
     except _BROKEN_FILE as error:

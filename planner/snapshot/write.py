@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from planner.allocator.blocks import Segment
-from planner.plan_types.plan import write_atomically
+from planner.files.writing import write_atomically
 from planner.snapshot.history import Frame
 from planner.snapshot.simulate import SimulatedHistory
 

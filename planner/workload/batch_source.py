@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from planner.errors import WorkloadError
+from planner.files import reading
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.call_convention import is_graph
 from planner.workload.synthetic_batch import MASK
@@ -212,9 +213,10 @@ def read_shapes(path: pathlib.Path) -> Any:
         WorkloadError: the file cannot be read or is not JSON.
     """
     try:
-        return json.loads(path.read_text())
+        return reading.json_data(path)
     except (OSError, ValueError) as error:
-        raise WorkloadError(f"'{path}' cannot be read as JSON: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise WorkloadError(f"'{path}' cannot be read as JSON: {why}") from error
 
 
 def batch_of_shapes(shapes: Any, device: str) -> Any:

@@ -19,7 +19,7 @@ import torch
 from planner.errors import WorkloadError, first_line
 from planner.plan_types.adapter import Adapter, saved_config
 from planner.plan_types.answers import NOTHING_STATED, Answers
-from planner.plan_types.plan import TrainingProgram
+from planner.plan_types.plan import TrainingProgram, names_code
 from planner.workload.adapters import adapted, why_no_adapters
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 from planner.workload.own_step import of_own_step
@@ -100,7 +100,7 @@ def load_workload(
         answers=answers,
         choose=choose or (lambda workloads: max(workloads, key=lambda workload: workload.batch_bytes)),
     )
-    if ":" in reference and not pathlib.Path(reference).exists():
+    if names_code(reference):
         if dtype is not None:
             raise WorkloadError(
                 f"'{reference}' builds the model itself, so --dtype does not apply: convert the model there, as in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
+import os
 import pathlib
 import re
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from planner.errors import PlannerError, WorkloadError, first_line
+from planner.files import reading
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.plan import TrainingProgram
 from planner.workload.adapters import adapted
@@ -19,6 +20,10 @@ from planner.workload.programs import PROGRAMS
 
 _LENGTH_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 """Attributes of configs with the maximum number of tokens in a sample. A model has one of them, or none."""
+_MOST_LAYERS, _MOST_SIZE = 10_000, 2**40
+"""Largest number of layers, and any other number, in a config: transformers would build larger models for hours."""
+_MOST_HEADER_BYTES = 100_000_000
+"""Maximum size of the header of a file of safetensors, as in the format itself."""
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -107,10 +112,14 @@ def stored_dtype(config: Any, reference: str) -> str | None:
     folder = pathlib.Path(reference)
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
         with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        for name, entry in header.items():
-            if name != "__metadata__" and entry["dtype"] in _SAFETENSORS_DTYPES:
-                return _SAFETENSORS_DTYPES[entry["dtype"]]
+            header = stream.read(min(int.from_bytes(stream.read(8), "little"), _MOST_HEADER_BYTES))
+        try:
+            entries = [entry for name, entry in reading.parsed_json(header).items() if name != "__metadata__"]
+            dtypes = [_SAFETENSORS_DTYPES[entry["dtype"]] for entry in entries if entry["dtype"] in _SAFETENSORS_DTYPES]
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise WorkloadError(f"'{file}' is not a file of safetensors: remove it, or give --dtype") from error
+        if dtypes:
+            return dtypes[0]
     return None
 
 
@@ -146,20 +155,55 @@ def transformers_config(reference: str, forms: str) -> Any:
         raise WorkloadError(f"folder '{reference}' has no config.json: give a transformers model folder, or {forms}")
     try:
         if file.is_file():
-            settings = json.loads(file.read_text())
+            settings = reading.json_data(file)
             if not isinstance(settings, dict) or "model_type" not in settings:
                 if (other := _other_library(file.parent)) is not None:
                     raise WorkloadError(other)
                 raise WorkloadError(f"'{file}' has no model_type: give a transformers config.json, or {forms}")
-            return transformers.AutoConfig.for_model(**settings)
+            return _config_of(transformers, settings, file)
         return transformers.AutoConfig.from_pretrained(reference)
     except PlannerError:
         raise
-    except (OSError, ValueError) as error:
-        missing = (
-            "" if file.exists() else f"there is no such file or folder in {pathlib.Path.cwd()}, and no such hub id: "
-        )
+    except OSError as error:
+        if file.exists():
+            raise WorkloadError(f"'{file}' cannot be read: {error.strerror}") from error
+        missing = f"there is no such file or folder in {_here()}, and no such hub id: "
         raise WorkloadError(f"model '{reference}' is unknown: {missing}{first_line(error)}; give {forms}") from error
+    except ValueError as error:
+        missing = "" if file.exists() else f"there is no such file or folder in {_here()}, and no such hub id: "
+        raise WorkloadError(f"model '{reference}' is unknown: {missing}{first_line(error)}; give {forms}") from error
+
+
+def _here() -> str:
+    """Returns the working directory, which another program may have deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "the working directory, which was deleted"
+
+
+def _config_of(transformers: Any, settings: dict[str, Any], file: pathlib.Path) -> Any:
+    """Returns the config with the settings of a file.
+
+    Raises:
+        WorkloadError: a setting is of the wrong type, or has a value that transformers does not accept.
+        ValueError: transformers does not know the type of the model.
+    """
+    if not isinstance(settings["model_type"], str):
+        raise WorkloadError(f"'{file}' is not a config of a model: its model_type is not a text")
+    if settings["model_type"] not in transformers.CONFIG_MAPPING:
+        return transformers.AutoConfig.for_model(**settings)  # its error lists the known types
+    for name, value in settings.items():
+        most = _MOST_LAYERS if name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") else _MOST_SIZE
+        if isinstance(value, int) and abs(value) > most:
+            raise WorkloadError(f"'{file}' cannot be used: '{name}' is larger than {most:,}; correct this setting")
+    names = settings.get("architectures")
+    if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
+        raise WorkloadError(f"'{file}' cannot be used: its architectures are not a list of names; correct the file")
+    try:
+        return transformers.AutoConfig.for_model(**settings)
+    except Exception as error:  # configs are data from elsewhere, and their classes raise errors of many types
+        raise WorkloadError(f"'{file}' cannot be used: {first_line(error)}; correct this setting") from error
 
 
 def _other_library(folder: pathlib.Path) -> str | None:
@@ -167,7 +211,7 @@ def _other_library(folder: pathlib.Path) -> str | None:
     found = {}
     for name in ("config.json", "model_index.json"):
         with contextlib.suppress(OSError, ValueError):
-            found[name] = json.loads((folder / name).read_text())
+            found[name] = reading.json_data(folder / name)
     function = "give a Python function that returns (model, batch, loss_fn), as path/file.py:name"
     if "model_index.json" in found or "_diffusers_version" in found.get("config.json", {}):
         name = found.get("config.json", {}).get("_class_name", "UNet2DConditionModel")

@@ -20,7 +20,7 @@ _WAYS_OUT = {
 
 
 def refuse_unsupported(model: torch.nn.Module, batch_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises `WorkloadError` for TorchScript modules, and for tensors of a layout that the virtual GPU does not have.
+    """Raises `WorkloadError` for TorchScript modules, for an empty batch, and for layouts that no rehearsal can hold.
 
     Args:
         model: the model that is trained.
@@ -33,6 +33,10 @@ def refuse_unsupported(model: torch.nn.Module, batch_tensors: Iterable[tuple[str
                 f"{which} a TorchScript module (torch.jit.script or torch.jit.trace), which runs without Python, so "
                 "that its ops cannot be recorded or recomputed: give the module from which it was made"
             )
+    batch_tensors = list(batch_tensors)
+    sizes = [tensor.numel() for _, tensor in batch_tensors if tensor.dim() and not tensor.is_nested]
+    if sizes and not any(sizes):
+        raise WorkloadError("the batch has no samples: all its tensors are empty; give a batch as in training")
     of_model = itertools.chain(model.named_parameters(), model.named_buffers())
     for owner, name, tensor in (
         *(("the model", name, tensor) for name, tensor in of_model),

@@ -133,7 +133,7 @@ class Workload:
             batch_size=self.batch_size,
             seq_len=self.seq_len,
             batch=tuple(described(self.batch)),
-            calling=self.calling.name,
+            calling=cast(Any, self.calling.name),
             has_loss_fn=self.loss_fn is not None,
             optimizer=optimizer_name(self.optimizer),
             gradients_alive=self.gradients_alive,

@@ -12,9 +12,10 @@ import textwrap
 from collections.abc import Iterable
 
 from planner.errors import PlanFileError
-from planner.plan_types.plan import Plan, write_atomically
+from planner.files.writing import write_atomically
+from planner.plan_types.plan import Plan
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
-from planner.rewrite.emitted_code import WIDTH, EmittedCode, environment_source, torchrun
+from planner.rewrite.emitted_code import WIDTH, EmittedCode, environment_source, literal, torchrun
 from planner.rewrite.emitter import own_step_source
 from planner.rewrite.emitter.check_source import CheckSource, check_source
 from planner.rewrite.emitter.header import header
@@ -106,9 +107,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py", folder: pathlib.Path
                 own_step_source.MAIN if is_own else _main(plan, model, fragments, scaled=scaled),
             ]
             if model.build
-            else [
-                _guidance(file_name, "make_optimizers" if is_own else "make_optimizer", has_check=bool(check.functions))
-            ]
+            else [_guidance(file_name, f"{'check, ' * bool(check.functions)}make_optimizer{'s' * is_own}")]
         ),
         *([_HELPERS] if helpers else []),
         *helpers,
@@ -388,13 +387,12 @@ def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: 
     return "\n".join(lines) + "\n"
 
 
-def _guidance(file_name: str, make_optimizer: str, *, has_check: bool) -> str:
+def _guidance(file_name: str, names: str) -> str:
     """Return the source of `main` for a plan of a live model. It only says how to import the file's functions."""
-    module = pathlib.Path(file_name).stem
     return (
         "def main():\n"
         "    raise SystemExit(\n"
         '        "The plan was made for a live model, which this file cannot build. Where yours is built:\\n"\n'
-        f'        "    from {module} import {"check, " if has_check else ""}{make_optimizer}, rewrite, training_step"\n'
+        f"        {literal(f'    from {pathlib.Path(file_name).stem} import {names}, rewrite, training_step')}\n"
         "    )\n"
     )

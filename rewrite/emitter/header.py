@@ -12,6 +12,7 @@ from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import margin_bytes
 from planner.profiles.links import CARDS_PER_NODE
 from planner.rewrite.emitted_code import WIDTH
+from planner.rewrite.emitter.quoted import docstring
 from planner.workload.call_convention import Calling
 
 MIB = 2**20
@@ -28,9 +29,7 @@ def header(plan: Plan, file_name: str) -> str:
         _wrapped(_peak(plan)),
         *(["Notes:\n" + "\n".join(_wrapped(f"- {note}", hang="  ") for note in plan.notes)] if plan.notes else []),
     ]
-    text = "\n\n".join(paragraphs).replace('"""', "'''")
-    # A raw string if there are backslashes, such as those at the ends of a command's lines.
-    return f'{"r" if chr(92) in text else ""}"""{text}\n"""'
+    return docstring("\n\n".join(paragraphs) + "\n")
 
 
 def _title(plan: Plan) -> str:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
-import json
+import os
 import pathlib
 import textwrap
 from typing import Any
 
 from planner.errors import PlanFileError
+from planner.files import reading
 from planner.plan_types.adapter import compute_dtype, quantization_options
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import assignment, literal
-from planner.rewrite.emitter.own_function import path_from
+from planner.rewrite.emitter import quoted
+from planner.rewrite.emitter.own_function import path_from, resolved
 from planner.workload.call_convention import Calling
 from planner.workload.optimizer_choice import OPTIMIZERS
 
@@ -67,23 +69,23 @@ def model_source(plan: Plan, folder: pathlib.Path | None = None) -> ModelSource:
     reference = plan.model.reference
     if reference is None:
         return ModelSource(imports=_loss_imports(plan), functions=_loss_functions(plan))
-    if ":" in reference and not pathlib.Path(reference).exists():
+    if ":" in reference and not os.path.exists(reference):
         location, _, name = reference.rpartition(":")
         return _callable_source(plan, location, name, folder)
     return _transformers_source(plan, reference)
 
 
 def _transformers_source(plan: Plan, reference: str) -> ModelSource:
-    kind = plan.model.name
+    kind, dtype = _class_of(plan), quoted.dtype(plan.model.dtype)
     config_path = pathlib.Path(reference)
-    if config_path.is_dir():
+    if os.path.isdir(config_path):
         config_path /= "config.json"
-    if config_path.suffix.lower() != ".json" and not config_path.exists():
+    if config_path.suffix.lower() != ".json" and not os.path.exists(config_path):
         if plan.model.adapter is not None:
             return _adapted_source(plan, {}, reference)
-        return _hub_source(kind, reference, plan.model.dtype)
+        return _hub_source(kind, reference, dtype)
     try:
-        config = json.loads(config_path.read_text())
+        config = reading.json_data(config_path)
     except (OSError, ValueError) as error:
         raise PlanFileError(
             f"the plan was made from '{config_path}', which cannot be read ({error}): restore this file, or make the "
@@ -91,15 +93,14 @@ def _transformers_source(plan: Plan, reference: str) -> ModelSource:
         ) from error
     if plan.model.adapter is not None:
         return _adapted_source(plan, config)
-    dtype = plan.model.dtype
     return ModelSource(
         build=f'''\
 def build(weights=None):
     """Build the model, with random weights or with pretrained ones from a folder."""
     if weights is not None:
-        return transformers.{kind}.from_pretrained(weights, dtype=torch.{dtype})
+        return transformers.{kind}.from_pretrained(weights, dtype={dtype})
     config = transformers.{kind}.config_class.from_dict(CONFIG)
-    return transformers.{kind}._from_config(config, dtype=torch.{dtype})
+    return transformers.{kind}._from_config(config, dtype={dtype})
 ''',
         imports=("import transformers",),
         constants=(assignment("CONFIG", config),),
@@ -116,17 +117,22 @@ def build(weights=None):
     )
 
 
+def _class_of(plan: Plan) -> str:
+    """Return the name of the model's class in transformers, without adapters. Raises `PlanFileError` if it is none."""
+    return quoted.class_name(plan.model.architecture or plan.model.name, "the class of the planned model")
+
+
 def _structure(kind: str, dtype: str, parameters: str, config: str, adapters: str = "") -> str:
     """Return the source of `build_structure` for a transformers model.
 
     Args:
         kind: name of the model's class.
-        dtype: dtype of the model's parameters, without 'torch.'.
+        dtype: expression for the dtype of the model's parameters.
         parameters: those of `build_structure`.
         config: expression for the configuration, given the class `kind` of the configuration.
         adapters: statements that add adapters to `model`.
     """
-    built = f"transformers.{kind}._from_config(config, dtype=torch.{dtype})"
+    built = f"transformers.{kind}._from_config(config, dtype={dtype})"
     body = f"model = {built}\n{adapters}return model\n" if adapters else f"return {built}\n"
     return f'''\
 def build_structure({parameters}):
@@ -150,7 +156,11 @@ def build(weights):
         build_arguments="arguments.weights",
         arguments=(f'parser.add_argument("--weights", {source}, help="folder or hub id of pretrained weights")',),
         structure=_structure(
-            str(plan.model.architecture), plan.model.dtype, "weights", "kind.from_pretrained(weights)", _adapters(plan)
+            _class_of(plan),
+            quoted.dtype(plan.model.dtype),
+            "weights",
+            "kind.from_pretrained(weights)",
+            _adapters(plan),
         )
         if plan.model.adapter is not None and not plan.model.adapter.folder
         else "",  # PEFT loads an adapter with its weights
@@ -165,13 +175,13 @@ def adapted_model(plan: Plan, weights: str) -> str:
     Args:
         weights: the expression for the folder or hub id of the weights.
     """
-    kind, adapter, dtype = plan.model.architecture, plan.model.adapter, plan.model.dtype
-    assert kind is not None and adapter is not None
+    kind, adapter, dtype = _class_of(plan), plan.model.adapter, plan.model.dtype
+    assert adapter is not None
     quantization = prepared = ""
-    options = [weights, f"dtype=torch.{dtype}"]
+    options = [weights, f"dtype={quoted.dtype(dtype)}"]
     if adapter.is_quantized:
         settings = {name: literal(value) for name, value in quantization_options(kind).items()}
-        settings["bnb_4bit_compute_dtype"] = f"torch.{compute_dtype(dtype)}"
+        settings["bnb_4bit_compute_dtype"] = quoted.dtype(compute_dtype(dtype))
         lines = "".join(f"    {name}={value},\n" for name, value in settings.items())
         quantization = f"quantization = transformers.BitsAndBytesConfig(\n{lines})\n"
         options.append("quantization_config=quantization")
@@ -182,10 +192,10 @@ def adapted_model(plan: Plan, weights: str) -> str:
 
 def _adapters(plan: Plan) -> str:
     """Return the statements that add the planned adapters to `model`."""
-    adapter, kind = plan.model.adapter, plan.model.architecture
-    assert adapter is not None and kind is not None
+    adapter, kind = plan.model.adapter, _class_of(plan)
+    assert adapter is not None
     if adapter.folder:
-        folder = literal(str(pathlib.Path(adapter.folder).resolve()))
+        folder = literal(str(resolved(adapter.folder)))
         return f"model = peft.PeftModel.from_pretrained(\n    model, {folder}, is_trainable=True\n)\n"
     options = "".join(f"    {name}={literal(value)},\n" for name, value in adapter.lora_options(kind).items())
     return f"adapters = peft.LoraConfig(\n{options})\nmodel = peft.get_peft_model(model, adapters)\n"
@@ -196,7 +206,7 @@ def _hub_source(kind: str, reference: str, dtype: str) -> ModelSource:
         build=f'''\
 def build():
     """Load the pretrained model."""
-    return transformers.{kind}.from_pretrained({literal(reference)}, dtype=torch.{dtype})
+    return transformers.{kind}.from_pretrained({literal(reference)}, dtype={dtype})
 ''',
         imports=("import transformers",),
         structure=_structure(kind, dtype, "", f"kind.from_pretrained({literal(reference)})"),
@@ -211,12 +221,15 @@ def _callable_source(plan: Plan, location: str, name: str, folder: pathlib.Path 
     """
     sizes = {"batch_size": plan.workload.batch_size, "seq_len": plan.workload.seq_len}
     accepted = _parameters(location, name)
-    arguments = ", ".join(f"{key}={size}" for key, size in sizes.items() if key in accepted and size is not None)
+    name = quoted.name(name, "the function that returns the model")
+    arguments = ", ".join(
+        f"{key}={quoted.number(size, key)}" for key, size in sizes.items() if key in accepted and size is not None
+    )
     imports: tuple[str, ...] = ("import sys",) if plan.model.arguments else ()
     given = f"    sys.argv = {literal([location, *plan.model.arguments])}\n" if plan.model.arguments else ""
     own_imports: frozenset[str] = frozenset()
     if location.lower().endswith(".py"):
-        path = pathlib.Path(location).resolve()
+        path = resolved(location)
         load = f"""\
     path = {path_from(folder, path)}
     sys.path.append(str(path.parent))
@@ -227,12 +240,13 @@ def _callable_source(plan: Plan, location: str, name: str, folder: pathlib.Path 
 """
         imports = ("import importlib.util", "import pathlib", "import sys")
     else:
-        load = f"{given}    built = {location}.{name}({arguments})\n"
-        own_imports = frozenset({f"import {location}"})
+        module = quoted.name(location, "the module of the model")
+        load = f"{given}    built = {module}.{name}({arguments})\n"
+        own_imports = frozenset({f"import {module}"})
     if plan.workload.calling == Calling.STEP.name:
+        doc = f"Call {location}:{name}, which returns a dict. Return its model, step and optimizers."
         return ModelSource(
-            build=f'def build():\n    """Call {location}:{name}, which returns a dict. Return its model, step and '
-            f'optimizers."""\n{load}{_own_step_built(plan)}',
+            build=f"def build():\n    {quoted.docstring(doc)}\n{load}{_own_step_built(plan)}",
             imports=imports,
             own_imports=own_imports,
         )
@@ -243,8 +257,9 @@ def _callable_source(plan: Plan, location: str, name: str, folder: pathlib.Path 
         load += f"    model = {model}\n{textwrap.indent(_adapters(plan), '    ')}"
         model, imports = "model", (*imports, "import peft")
     result = f"{model.partition(' if ')[0]}, built[2]" if loss_fn else model
+    doc = quoted.docstring(f"Call {location}:{name}, which returns {returned}.")
     return ModelSource(
-        build=f'def build():\n    """Call {location}:{name}, which returns {returned}."""\n{load}    return {result}\n',
+        build=f"def build():\n    {doc}\n{load}    return {result}\n",
         functions=_loss_functions(plan),
         imports=(*imports, *_loss_imports(plan), *(["import dataclasses"] if _takes_dataclass(plan) else [])),
         own_imports=own_imports,
@@ -272,8 +287,8 @@ def _parameters(location: str, name: str) -> set[str]:
         file = location if spec is None else spec.origin
         if file is None:
             return set()
-        tree = ast.parse(pathlib.Path(file).read_text())
-    except (ImportError, OSError, SyntaxError, TypeError, ValueError):
+        tree = ast.parse(reading.content(file))
+    except (ImportError, OSError, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return set()
     definitions = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     definition = definitions.get(name)
@@ -292,8 +307,10 @@ def batch_source(plan: Plan, model: ModelSource) -> str:
         container = batch
         *parents, last = path.split(".")
         for parent in parents:
-            container = container.setdefault(parent, {})
-        container[last] = _tensor(last, tuple(shape), dtype.removeprefix("torch."), plan, model)
+            container = container.setdefault(parent, {}) if isinstance(container, dict) else container
+        if not isinstance(container, dict) or last in container:
+            raise PlanFileError(f"two tensors of the planned batch have the path {path[:60]!r}: make the plan again")
+        container[last] = _tensor(last, tuple(shape), quoted.dtype(dtype), plan, model)
     if list(batch) == [""]:
         text = batch[""]
     elif _takes_dataclass(plan):
@@ -306,7 +323,8 @@ def batch_source(plan: Plan, model: ModelSource) -> str:
 
 def _takes_dataclass(plan: Plan) -> bool:
     """Return True if the batch is one object with attributes, which the model takes as its only argument."""
-    return plan.workload.calling == Calling.SINGLE.name and plan.workload.batch[0][0] != ""
+    paths = [path for path, _, _ in plan.workload.batch]
+    return plan.workload.calling == Calling.SINGLE.name and paths[:1] != [""]
 
 
 def _container(items: dict[str, Any], mapping: bool, indent: int = 4) -> str:
@@ -326,22 +344,23 @@ def _container(items: dict[str, Any], mapping: bool, indent: int = 4) -> str:
 
 
 def _tensor(name: str, shape: tuple[int, ...], dtype: str, plan: Plan, model: ModelSource) -> str:
-    """Return the source of an expression that creates a tensor of the given shape and dtype.
+    """Return the source of an expression that creates a tensor of the given shape and dtype, an expression as well.
 
     The values are such that the model accepts them: token ids are below the vocabulary size, and masks are ones.
     """
     size = literal(shape)
-    if dtype.startswith(("float", "bfloat")):
-        return f"torch.randn({size}, dtype=torch.{dtype}, device=device)"
-    if dtype == "bool" or name.endswith("_mask"):
-        return f"torch.ones({size}, dtype=torch.{dtype}, device=device)"
+    if dtype.startswith(("torch.float", "torch.bfloat")):
+        return f"torch.randn({size}, dtype={dtype}, device=device)"
+    if dtype == "torch.bool" or name.endswith("_mask"):
+        return f"torch.ones({size}, dtype={dtype}, device=device)"
     language = "LM" in plan.model.name or plan.model.name.endswith("ForConditionalGeneration")
     tokens = name.endswith("input_ids") or (name == "labels" and language)
     text_config = model.config.get("text_config")
     vocabulary = {**(text_config if isinstance(text_config, dict) else {}), **model.config}.get("vocab_size", 100)
     if tokens and plan.workload.calling == Calling.KEYWORDS.name:
-        return f"torch.randint({vocabulary}, {size}, dtype=torch.{dtype}, device=device)"
-    return f"torch.zeros({size}, dtype=torch.{dtype}, device=device)"
+        vocabulary = quoted.number(vocabulary, "'vocab_size' of the model's config")
+        return f"torch.randint({vocabulary}, {size}, dtype={dtype}, device=device)"
+    return f"torch.zeros({size}, dtype={dtype}, device=device)"
 
 
 def _needs_loss_of(plan: Plan) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import WIDTH, EmittedCode, literal
+from planner.rewrite.emitter.quoted import docstring, torch_optimizer
 from planner.workload.optimizer_choice import OPTIMIZERS
 
 
@@ -20,14 +21,12 @@ def optimizer_source(plan: Plan, fragments: list[EmittedCode]) -> str:
             "def make_optimizer(model):\n"
             '    """These are torch\'s default hyperparameters: set the ones that you train with."""\n'
             f"    parameters = {parameters}\n"
-            + _returned(f"torch.optim.{name.rpartition('.')[2]}({', '.join(['parameters', *options])})", fragments)
+            + _returned(f"{torch_optimizer(name)}({', '.join(['parameters', *options])})", fragments)
         )
     if name not in OPTIMIZERS:
-        return (
-            "def make_optimizer(model):\n"
-            f'    """The plan was made with {name}: construct it over the parameters that require a gradient."""\n'
-            f'    raise NotImplementedError("make_optimizer must return the {name} that the plan was made with")\n'
-        )
+        doc = docstring(f"The plan was made with {name}: construct it over the parameters that require a gradient.")
+        message = literal(f"make_optimizer must return the {name} that the plan was made with")
+        return f"def make_optimizer(model):\n    {doc}\n    raise NotImplementedError({message})\n"
     choice = OPTIMIZERS[name]
     hyperparameters = [f"{key}={literal(value)}" for key, value in choice.hyperparameters.items()]
     dividing = next((fragment.optimizer_class for fragment in fragments if fragment.optimizer_class), "")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pathlib
 
+from planner.errors import PlanFileError
 from planner.rewrite.emitted_code import literal
+from planner.rewrite.emitter import quoted
 
 
 def path_from(folder: pathlib.Path | None, path: pathlib.Path) -> str:
@@ -14,6 +16,14 @@ def path_from(folder: pathlib.Path | None, path: pathlib.Path) -> str:
         return f"pathlib.Path({literal(str(path))})"
     relative = pathlib.PurePath(os.path.relpath(path, folder)).as_posix()
     return f"pathlib.Path(__file__).parent / {literal(relative)}"
+
+
+def resolved(location: str) -> pathlib.Path:
+    """Return the absolute path of a file that a plan names. Raises `PlanFileError` if that is not a path."""
+    try:
+        return pathlib.Path(location).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # such as a null byte, or links that form a loop
+        raise PlanFileError(f"the plan names the file {location[:200]!r}, which is not a path: {error}") from error
 
 
 def loaded_function(name: str, reference: str, folder: pathlib.Path | None) -> str:
@@ -25,11 +35,13 @@ def loaded_function(name: str, reference: str, folder: pathlib.Path | None) -> s
         folder: as in `model_source`.
     """
     location, _, own = reference.rpartition(":")
-    doc = f'    """Divide the model among the processes: the function {own} of {pathlib.PurePath(location).name}."""\n'
+    own = quoted.name(own, "the function that divides the model")
+    place = pathlib.PurePath(location).name
+    doc = f"    {quoted.docstring(f'Divide the model among the processes: the function {own} of {place}.')}\n"
     if not location.lower().endswith(".py"):
         found = f"    module = importlib.import_module({literal(location)})\n"
     else:
-        path = pathlib.Path(location).resolve()
+        path = resolved(location)
         found = f"""\
     path = {path_from(folder, path)}
     sys.path.append(str(path.parent))

@@ -17,6 +17,7 @@ from planner.plan_types.adapter import Adapter
 from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.sizes import format_size
+from planner.rewrite.emitter.quoted import remark
 from planner.rewrite.trainer.arguments import planned_arguments
 
 _MULTIPLE = 8
@@ -33,8 +34,14 @@ def program_config(plan: Plan) -> str:
     program = plan.model.program
     assert program is not None, "only a plan for a program has a config"
     settings, missing = (_axolotl if program.name == "axolotl" else _llama_factory)(plan, program)
-    values = (f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items())  # JSON is YAML
+    values = (f"{key}: {_value(value)}\n" for key, value in settings.items())
     return f"{_header(plan, program, missing)}\n{''.join(values)}"
+
+
+def _value(value: Any) -> str:
+    """Returns a value in JSON, which is YAML if characters that are not printable are escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
 
 
 def _header(plan: Plan, program: TrainingProgram, missing: str) -> str:
@@ -50,7 +57,7 @@ def _header(plan: Plan, program: TrainingProgram, missing: str) -> str:
         f"To add: {missing}.",
         *_environment(plan, program),
     ]
-    return "".join(f"# {part}\n" for line in lines for part in textwrap.wrap(line, 110))
+    return "".join(f"# {part}\n" for line in lines for part in textwrap.wrap(remark(line), 110))
 
 
 def _environment(plan: Plan, program: TrainingProgram) -> list[str]:

@@ -188,7 +188,7 @@ def test_arguments_after_two_dashes_go_to_the_users_script_and_stay_in_the_plan(
     assert main(["script.py:build", *words, "--", "--width", "7"]) == 0
     plan = Plan.load("p.json")
     assert (plan.model.parameters, plan.model.arguments) == (8, ("--width", "7"))
-    assert main(["p.json", "--gpu", "bare"]) == 0
+    assert main(["p.json", "--trust-reference", "--gpu", "bare"]) == 0
     emitted = (folder / "emitted.py").read_text()
     assert "-- --width 7" in emitted and "'script.py', '--width', '7'" in emitted.replace('"', "'")
     ran = subprocess.run([sys.executable, "emitted.py"], capture_output=True, text=True, check=False)
@@ -352,13 +352,13 @@ def saved(tmp_path_factory) -> dict:
 )
 def test_options_that_would_change_a_saved_plan_are_refused(folder, capsys, saved, option):
     (folder / "p.json").write_text(json.dumps(saved))
-    message = refused("p.json", *option, capsys=capsys)
+    message = refused("p.json", "--trust-reference", *option, capsys=capsys)
     assert message.startswith(f"{option[0]} cannot be combined with a saved plan")
 
 
 def test_a_saved_plan_may_be_rehearsed_for_another_budget_and_card(folder, capsys, saved):
     (folder / "p.json").write_text(json.dumps(saved))
-    assert main(["p.json", "--vram", "16GiB", "--gpu", "rtx-2060", "--json"]) == 0
+    assert main(["p.json", "--trust-reference", "--vram", "16GiB", "--gpu", "rtx-2060", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["card"], data["vram_bytes"], data["decisions"]) == ("rtx-2060", 16 << 30, saved["decisions"])
     assert data["notes"][0].startswith("GeForce RTX 2060 6 GB offers 5.79 GiB")
@@ -367,7 +367,7 @@ def test_a_saved_plan_may_be_rehearsed_for_another_budget_and_card(folder, capsy
 def test_a_saved_plan_that_no_longer_fits_says_by_how_much(folder, capsys, saved):
     (folder / "p.json").write_text(json.dumps(saved))
     needed = saved["plan"]["total_bytes"]
-    assert main(["p.json", "--vram", f"{needed - 100}B"]) == 1
+    assert main(["p.json", "--trust-reference", "--vram", f"{needed - 100}B"]) == 1
     assert "100 B over the budget" in capsys.readouterr().out
 
 
@@ -397,7 +397,7 @@ def test_a_saved_plan_that_was_edited_until_it_contradicts_itself_is_refused(fol
         place = place[step]
     place[last] = value
     (folder / "p.json").write_text(json.dumps(data))
-    assert message in refused("p.json", capsys=capsys)
+    assert message in refused("p.json", "--trust-reference", capsys=capsys)
 
 
 @pytest.mark.parametrize("arguments", [("--vram", "12"), ("--vram", "6GiB", "--gpu", "rtx-9999")])

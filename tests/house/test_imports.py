@@ -14,7 +14,9 @@ PACKAGES = {"planner": "planner", "rewrite": "planner.rewrite", "profiles": "pla
 """Folder at the top of the repository, and the name under which it is installed."""
 FLOORS = (
     # what everything may use
-    ("planner.errors", "planner.profiles"),
+    ("planner.errors",),
+    ("planner.files",),
+    ("planner.profiles",),
     ("planner.plan_types",),
     ("planner.progress", "planner.spawned"),
     ("planner.virtual_gpu", "planner.workspaces", "planner.search"),
@@ -66,6 +68,7 @@ FLOORS = (
 """Rooms (folders or single files) from the lowest floor up. A room imports only rooms on lower floors."""
 TYPES_AND_WORKLOADS = {
     "planner.errors",
+    "planner.files",
     "planner.plan_types",
     "planner.progress",
     "planner.workload",

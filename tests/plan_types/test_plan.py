@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
+import math
+import os
 import subprocess
 import sys
 
@@ -374,6 +375,21 @@ def test_a_missing_field_is_named(field):
         (("workload", "not_by_sample"), "mask"),
         (("solver", "gap"), "small"),
         (("fits",), 1),
+        (("vram_bytes",), 10**400),
+        (("workload", "batch_size"), -1),
+        (("workload", "batch_size"), 0),
+        (("workload", "batch_size"), 2.5),
+        (("workload", "batch_size"), True),
+        (("workload", "batch_size"), 10**30),
+        (("workload", "seq_len"), -3),
+        (("workload", "batch"), [["x", [-2], "float32"]]),
+        (("workload", "calling"), "__class__"),
+        (("baseline", "step_seconds"), math.inf),
+        (("plan", "step_seconds"), math.nan),
+        (("plan", "total_bytes"), -5),
+        (("solver", "gap"), math.nan),
+        (("forbidden",), [["a"]]),
+        (("model", "name"), 5),
     ],
     ids=str,
 )
@@ -426,12 +442,10 @@ def test_a_failed_write_leaves_the_old_file_whole_and_nothing_else(tmp_path, mon
     example().save(path)
     before = path.read_bytes()
 
-    def full(self, data):
-        with self.open("wb") as file:
-            file.write(data[: len(data) // 2])
+    def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    monkeypatch.setattr(os, "replace", full)  # when everything is written
     with pytest.raises(PlanFileError, match=r"plan.json' cannot be written: No space left"):
         example(Optimizer()).save(path)
     assert path.read_bytes() == before
@@ -441,6 +455,13 @@ def test_a_failed_write_leaves_the_old_file_whole_and_nothing_else(tmp_path, mon
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(PlanFileError, match="cannot be written: No such file"):
         example().save(tmp_path / "gone" / "plan.json")
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
+    for depth in (100, 100_000):
+        (tmp_path / "deep.json").write_text("[" * depth + "]" * depth)
+        with pytest.raises(PlanFileError, match="nested more than 60 levels deep"):
+            Plan.load(tmp_path / "deep.json")
 
 
 def test_plan_files_need_no_torch():

@@ -151,9 +151,9 @@ def test_the_plan_says_so_and_is_checked_again_as_it_was_made(tmp_path, monkeypa
     data = json.loads(capsys.readouterr().out)
     assert data["workload"]["gradients_alive"] and Plan.from_json(data).to_json() | {"seconds": data["seconds"]} == data
     assert "--gradients-alive" in (tmp_path / "step.py").read_text()
-    assert main(["plan.json", "--json"]) == 0
+    assert main(["plan.json", "--trust-reference", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"] == data["plan"]
-    main(["plan.json"])
+    main(["plan.json", "--trust-reference"])
     assert "gradients of earlier batches are in memory before the step" in " ".join(capsys.readouterr().out.split())
-    assert main(["plan.json", "--gradients-alive"]) == 2
+    assert main(["plan.json", "--trust-reference", "--gradients-alive"]) == 2
     assert main([*arguments, "--tradeoff", "--json"]) == 0

@@ -11,7 +11,8 @@ from planner.cli.page.page import page
 from planner.cli.page.recorded import PlanRecordings, Recorded, rehearse_plan, rehearse_stages
 from planner.errors import WorkloadError
 from planner.estimate.memory_history import snapshot_origins
-from planner.plan_types.plan import Plan, write_atomically
+from planner.files.writing import write_atomically
+from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import Tradeoff
 from planner.rewrite.emitter.emit import source
 from planner.snapshot.write import write_snapshot

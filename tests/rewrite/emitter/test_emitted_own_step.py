@@ -58,7 +58,7 @@ def test_a_file_with_a_step_is_planned_saved_and_emitted(tmp_path, capsys, optim
             check=True,
         )  # fmt: skip
         assert ("agrees with a plain step" if arguments == ["--check"] else "step 2: (tensor(") in ran.stdout
-    assert main([str(tmp_path / "plan.json"), "--json"]) == 0
+    assert main([str(tmp_path / "plan.json"), "--trust-reference", "--json"]) == 0
 
 
 def test_a_file_for_live_modules_has_the_functions_and_says_how_to_use_them(tmp_path):
