@@ -204,10 +204,10 @@ def answers(library: pathlib.Path, capability: tuple[int, int], wanted: list[Sha
     questions = [Convolution(kind, shape).text for shape in wanted for kind in KINDS]
     found: list[int] = []
     while len(found) < len(questions):
-        told = ask_child(library, capability, questions[len(found) :], None)
-        found += told.sizes
-        if told.ended:
-            print(f"{library}: no answer to {questions[len(found)]} for {capability}: {told.ended}", flush=True)
+        answered = ask_child(library, capability, questions[len(found) :], None)
+        found += answered.sizes
+        if answered.ended:
+            print(f"{library}: no answer to {questions[len(found)]} for {capability}: {answered.ended}", flush=True)
             found.append(-1)
     return [tables.written(found[place : place + len(KINDS)]) for place in range(0, len(found), len(KINDS))]
 

@@ -209,6 +209,6 @@ FAULTS = (
         old="    return shape.length % _ALIGNMENT == 0\n",
         new="    return True\n",
         tests=("tests/whole_run/test_whole_run.py::test_with_masks_aligned_lengths_and_others_are_predicted_apart",),
-        why="lengths with a padded copy of the mask are not told from those without, so that none is predicted",
+        why="lengths with and without a padded copy of the mask are not distinguished, so that none is predicted",
     ),
 )

@@ -371,8 +371,8 @@ def _refuse_untrusted_code(saved: Plan, options: argparse.Namespace) -> None:
     code = reference if names_code(reference) else divided_by
     if code and not options.trust_reference:
         raise PlanFileError(
-            f"the plan '{options.model}' is for '{code}', and to plan it again runs that Python code: give "
-            "--trust-reference if you trust this file, or plan the model itself, as in plan "
+            f"the plan '{options.model}' names the Python code '{code}', which runs when the plan is rehearsed "
+            "again: give --trust-reference if you trust this file, or plan the model itself, as in plan "
             f"{shlex.quote(reference)}"
         )
 

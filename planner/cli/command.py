@@ -128,7 +128,10 @@ def _refusal(error: BaseException, watch: Watch) -> PlannerError:
     if not isinstance(error, Exception):
         return WorkloadError(f"the model's code raised {first_line(error)}: give a function that only builds the model")
     if isinstance(error, MemoryError):
-        return MachineError("this machine has not enough memory for the command: close other programs, or set no limit")
+        return MachineError(
+            "this machine does not have enough memory for the command: close other programs, or raise "
+            "the memory limit of the shell (ulimit -v)"
+        )
     if isinstance(error, OSError) and error.filename is not None:
         return PlannerError(f"'{os.fsdecode(error.filename)}' cannot be used: {error.strerror}")
     if isinstance(error, FileNotFoundError) and _is_without_folder():

@@ -114,7 +114,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--trust-reference",
         action="store_true",
-        help="MODEL is a saved plan of a Python function: import and run the code that the file names",
+        help="allow a saved plan to import and run the Python code that it names: its model, or the function of "
+        "--parallelize (default: such a plan is refused)",
     )
     group.add_argument(
         "--batch-size",

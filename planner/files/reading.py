@@ -31,7 +31,7 @@ def content(path: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES) -> by
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "a device or a pipe"
-            raise OSError(0, f"it is {kind}, and not a file that can be read as a whole", os.fspath(path))
+            raise OSError(0, f"it is {kind}; name a regular file", os.fspath(path))
         if facts.st_size <= most_bytes:
             data = file.read(most_bytes + 1)
             if len(data) <= most_bytes:

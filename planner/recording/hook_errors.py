@@ -146,7 +146,7 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
 _ON_HOST = (
     "put every module that the step uses, such as a frozen teacher, into the model (with step=..., a dict of modules), "
     "and tensors into the batch or the buffers of a module, or make them in the step on the device of the batch; "
-    "a loss function that has tensors may be a torch.nn.Module, or move them with .to(output.device)"
+    "if the loss function has tensors, write it as a torch.nn.Module, or move them with .to(output.device)"
 )
 """Advice on an op that mixes tensors of the rehearsal with tensors that the rehearsal did not replace."""
 _WAYS_OUT = {

@@ -257,14 +257,14 @@ def _brief(value: object) -> str:
 def _text(value: object) -> str:
     """Returns the value if it is a text, else raises `ValueError`."""
     if not isinstance(value, str):
-        raise ValueError(f"there is {_brief(value)} instead of a text")
+        raise ValueError(f"{_brief(value)} is given where a string is expected")
     return value
 
 
 def _few(values: Any, most: int) -> Any:
     """Returns a list if it has at most `most` items, else raises `ValueError`."""
     if not isinstance(values, (list, tuple)) or len(values) > most:
-        raise ValueError(f"there is no list of at most {most} items")
+        raise ValueError(f"a list of at most {most} items is expected")
     return values
 
 

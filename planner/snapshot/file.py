@@ -97,8 +97,8 @@ class _Limited:
         self._left_bytes -= len(data)
         if self._left_bytes < 0:
             raise SnapshotError(
-                f"unpacks to more than {self._most_bytes:,} bytes, which no snapshot of its size does: do not trust "
-                "this file, or unpack it yourself with gunzip"
+                f"unpacks to more than {self._most_bytes:,} bytes, and a snapshot of its size does not: if you trust "
+                "this file, unpack it with gunzip first"
             )
         return data
 

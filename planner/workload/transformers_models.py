@@ -117,7 +117,7 @@ def stored_dtype(config: Any, reference: str) -> str | None:
             entries = [entry for name, entry in reading.parsed_json(header).items() if name != "__metadata__"]
             dtypes = [_SAFETENSORS_DTYPES[entry["dtype"]] for entry in entries if entry["dtype"] in _SAFETENSORS_DTYPES]
         except (ValueError, AttributeError, KeyError, TypeError) as error:
-            raise WorkloadError(f"'{file}' is not a file of safetensors: remove it, or give --dtype") from error
+            raise WorkloadError(f"'{file}' is not a valid safetensors file: remove it, or give --dtype") from error
         if dtypes:
             return dtypes[0]
     return None
@@ -190,7 +190,7 @@ def _config_of(transformers: Any, settings: dict[str, Any], file: pathlib.Path) 
         ValueError: transformers does not know the type of the model.
     """
     if not isinstance(settings["model_type"], str):
-        raise WorkloadError(f"'{file}' is not a config of a model: its model_type is not a text")
+        raise WorkloadError(f"'{file}' is not a config of a model: its model_type is not a string; correct the file")
     if settings["model_type"] not in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(**settings)  # its error lists the known types
     for name, value in settings.items():

@@ -56,7 +56,7 @@ def known(calls: Iterable[tuple[str, KernelCall | None]], card: DeviceProfile, t
     """Returns what is known about the workspaces of convolutions, and asks about all of them at once.
 
     Args:
-        calls: the ops of a step: name and arguments. Ops that are no convolutions are left out.
+        calls: the ops of a step: name and arguments. Other ops than convolutions are left out.
         torch_version: a version as in `torch.__version__`.
     """
     convolutions = [call for name, call in calls if is_convolution(name) and call is not None]

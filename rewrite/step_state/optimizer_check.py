@@ -122,7 +122,9 @@ def _refuse_range(group: Mapping[str, Any], optimizer: torch.optim.Optimizer, nu
     try:
         kind([torch.nn.Parameter(torch.empty(shape))], **chosen)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise refuse(f"group {number} of the optimizer's state", f"is not one of {kind.__name__} ({error})") from error
+        raise refuse(
+            f"group {number} of the optimizer's state", f"has hyperparameters that {kind.__name__} refuses ({error})"
+        ) from error
 
 
 def _refuse_entry(entry: Mapping[str, Any], parameter: torch.Tensor, wanted: Mapping[str, Any], where: str) -> None:
@@ -153,7 +155,7 @@ def _refuse_value(value: Any, wanted: Any, parameter: torch.Tensor, where: str) 
             raise refuse(where, f"is {shown(value)}, not {shown(wanted)}")
         is_like_parameter = bool(wanted.dim()) and wanted.shape == parameter.shape
         if is_like_parameter and hasattr(value, "device_mesh") is not hasattr(parameter, "device_mesh"):
-            raise refuse(where, "is sharded and its parameter is not, or the other way round")
+            raise refuse(where, "must be sharded if its parameter is sharded, and whole if it is not")
     elif is_number(wanted) and not (is_number(value) and math.isfinite(value) and value >= 0):
         raise refuse(where, f"is {shown(value)}, not a number of steps")
 

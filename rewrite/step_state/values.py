@@ -18,8 +18,8 @@ _AT_ONCE = 1 << 22
 def refuse(where: str, what: str) -> PlanFileError:
     """Return the error that says that a part of a saved state cannot be loaded."""
     return PlanFileError(
-        f"the saved state cannot be loaded: {plain_line(f'{where} {what}', 500)}. Nothing was changed; load a state "
-        "that is whole, or start with new optimizer state"
+        f"the saved state cannot be loaded: {plain_line(f'{where} {what}', 500)}. Nothing was changed; load an "
+        "undamaged state, or start with new optimizer state"
     )
 
 

@@ -35,7 +35,7 @@ def test_the_tensors_of_a_loss_that_is_a_module_are_on_the_card():
 
 def test_tensors_in_a_function_are_refused_with_a_way_out():
     weights = torch.ones(1000)
-    with pytest.raises(WorkloadError, match=r"may be a torch.nn.Module, or move them with .to\(output.device\)"):
+    with pytest.raises(WorkloadError, match=r"write it as a torch.nn.Module, or move them with .to\(output.device\)"):
         planned(lambda output, batch: nn.functional.cross_entropy(output, batch[1], weight=weights))
 
     def moving(output, batch):

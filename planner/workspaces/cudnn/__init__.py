@@ -1,4 +1,4 @@
-"""The workspaces that cuDNN takes for convolutions, known without a GPU.
+"""Finds the workspaces that cuDNN takes for convolutions, without a GPU.
 
 From PyTorch's rules follows what it asks of cuDNN for a convolution (`dispatch`). cuDNN's own heuristics know the
 workspace. They answer on a machine without a GPU (`library`, asked by `asking` in a process of its own); tables of

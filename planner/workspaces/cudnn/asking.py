@@ -94,20 +94,20 @@ def _ask_processes(
     found: dict[str, int] = {}
     missing, ended = list(texts), ""
     for _ in range(_MOST_PROCESSES):
-        told = ask_child(path, capability, missing, remembered.folder)
-        sizes = [*told.sizes, -1] if told.ended else told.sizes
+        answered = ask_child(path, capability, missing, remembered.folder)
+        sizes = [*answered.sizes, -1] if answered.ended else answered.sizes
         found |= dict(zip(missing, sizes, strict=False))
-        missing, ended = missing[len(sizes) :], told.ended or ended
+        missing, ended = missing[len(sizes) :], answered.ended or ended
         if not missing:
             break
     answers = any(size >= 0 for size in (*found.values(), *remembered.workspaces.values()))
     if ended and (missing or not answers):
         raise CannotAskError(f"cuDNN ({path}) does not answer without a card: {ended}")
-    return told.version, found
+    return answered.version, found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
+class ChildAnswers:
     """The answers of one process."""
 
     version: Version
@@ -120,7 +120,7 @@ class Told:
 
 def ask_child(
     path: pathlib.Path, capability: tuple[int, int], texts: Sequence[str], folder: pathlib.Path | None
-) -> Told:
+) -> ChildAnswers:
     """Returns the version of cuDNN, and its answers to the questions in `texts`.
 
     Args:
@@ -156,4 +156,4 @@ def ask_child(
     except ValueError:
         raise CannotAskError(f"{path} did not answer: {reason}") from None
     sizes = [int(line) if line.isdecimal() else -1 for line in lines]
-    return Told((major, minor, patch), sizes, reason if len(sizes) < len(texts) else "")
+    return ChildAnswers((major, minor, patch), sizes, reason if len(sizes) < len(texts) else "")

@@ -18,8 +18,8 @@ from planner.workspaces.cudnn.convolution import FORWARD, GRAD_INPUT, Convolutio
 from planner.workspaces.cudnn.tables import Table
 
 CLOSE = 0.02
-"""Half of the results of `estimated_bytes` differ from cuDNN's answer by at most this share of the bytes of image,
-weight and result. The others may differ by as much as these bytes, and more on cards before compute capability 7.5."""
+"""At least half of the results of `estimated_bytes` differ from cuDNN's answer by at most this share of the bytes of
+image, weight and result. Most of the others differ by at most these bytes, and a few by more."""
 _FIRST_WITH_TENSOR_CORES, _FIRST_WITH_TF32 = (7, 0), (8, 0)
 _ROUND_WHILE_READING = (9, 10, 11)
 """Major compute capabilities of the cards of data centers since Hopper."""

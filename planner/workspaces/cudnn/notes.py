@@ -9,7 +9,7 @@ from planner.workspaces.cudnn.asking import Version
 from planner.workspaces.cudnn.fallback import CLOSE
 from planner.workspaces.cudnn.sources import Answer, Source
 
-_REMEDY = "to ask cuDNN itself, which needs no GPU, install torch-planner[cudnn]"
+_REMEDY = "to ask cuDNN itself, which needs no GPU, install the extra 'cudnn' of torch-planner"
 
 
 def notes(
@@ -38,8 +38,9 @@ def notes(
         if source is Source.FORMULA:
             remedy = "" if any(kind[0] is Source.LIBRARY for kind in kinds) else f"; {_REMEDY}"
             yield (
-                f"{calls} are estimated by a formula: half of such estimates are within {CLOSE:.0%} of the bytes of "
-                f"the convolution's tensors, and the others may be wrong by as much as these bytes{remedy}"
+                f"{calls} are estimated by a formula: at least half of such estimates are wrong by at most {CLOSE:.0%} "
+                f"of the bytes of the convolution's tensors, and the others by up to all of these bytes, or in a few "
+                f"cases more{remedy}"
             )
         elif source is Source.SCALED:
             yield f"{calls} are estimates, {source.value} for cuDNN {_text(version)}; {_REMEDY}"
@@ -47,11 +48,11 @@ def notes(
             yield f"{calls} are those of cuDNN {_text(version)}, which torch {release} runs ({source.value})"
         else:
             yield (
-                f"{calls} are estimates: those of cuDNN {_text(version)} ({source.value}). It is not known to be the "
-                f"version that torch {release} runs on this card"
+                f"{calls} are estimates: cuDNN {_text(version)} takes them ({source.value}), and torch {release} "
+                "may use another version on this card"
             )
     if others:
-        yield f"some convolutions do not run on cuDNN ({others:,} ops), and their scratch memory is not counted"
+        yield f"some convolutions do not run on cuDNN ({others:,} ops), and their workspaces are not counted"
     if benchmark and answers:
         yield (
             "torch.backends.cudnn.benchmark is on: cuDNN then chooses algorithms by their time, and while it tries "
