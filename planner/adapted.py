@@ -38,8 +38,8 @@ def plan_or_adapt(
     vram_bytes: int | None,
     constraints: Constraints,
     watch: Watch | None = None,
-    plan_step: Callable[..., Plan] = pipeline.plan_workload,
-    plan_fitting: Callable[..., Plan | None] = plan_that_fits,
+    plan_step: Callable[..., Plan] | None = None,
+    plan_fitting: Callable[..., Plan | None] | None = None,
     adapters: Sequence[Adapter] = ADAPTERS,
 ) -> Plan:
     """Return the plan of `plan_step`; if that does not fit, the plan that trains LoRA adapters instead.
@@ -49,14 +49,15 @@ def plan_or_adapt(
 
     Args:
         watch: limits the time of planning, and receives its progress; None for no limit.
-        plan_step: plans a step, as `pipeline.plan_workload` does for one card.
-        plan_fitting: returns None instead of a plan that does not fit, as `plan_that_fits` does for one card.
+        plan_step: plans a step, as `pipeline.plan_workload` does for one card; None for that function.
+        plan_fitting: returns None instead of a plan that does not fit; None for `plan_that_fits`, for one card.
         adapters: the adapters to try, in this order.
 
     Raises:
         TimeLimitError: the time was up before any plan was certified.
     """
-    watch = watch or Watch()
+    watch, plan_step = watch or Watch(), plan_step or pipeline.plan_workload
+    plan_fitting = plan_fitting or plan_that_fits
     if vram_bytes is None or workload.adapter is not None or constraints.force(Role.FREEZING):
         return plan_step(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     rounded = dataclasses.replace(constraints, fidelity=min(constraints.fidelity, Fidelity.ROUNDED))

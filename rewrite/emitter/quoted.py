@@ -56,7 +56,10 @@ def torch_optimizer(path: str) -> str:
     found = path.removeprefix("torch.optim.").rpartition(".")[2]
     kind = getattr(torch.optim, found, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise PlanFileError(f"the plan has the optimizer {path[:60]!r}, which torch does not have: make the plan again")
+        raise PlanFileError(
+            f"the optimizer {path[:60]!r} of the plan is not a class of torch.optim, so no code that creates it can be "
+            "written: plan with the name of an optimizer, such as adamw"
+        )
     return f"torch.optim.{found}"
 
 

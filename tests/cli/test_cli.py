@@ -144,7 +144,7 @@ def test_saved_plan_and_emitted_step_are_written_and_the_saved_plan_can_be_plann
     assert code == 0
     assert plan.decisions
     assert pathlib.Path("r.html").read_text().lstrip().lower().startswith("<!doctype html")
-    again = run("p.json", "--json", capsys=capsys)[1]
+    again = run("p.json", "--trust-reference", "--json", capsys=capsys)[1]
     assert again["plan"]["total_bytes"] == plan.peak.total_bytes
     assert again["decisions"] == [decision.to_json() for decision in plan.decisions]
     ran = subprocess.run([sys.executable, "-I", "step.py", "--steps", "2"], capture_output=True, text=True, check=False)
@@ -228,7 +228,7 @@ def test_bad_input_gets_one_clear_line_exit_code_two_and_nothing_written(folder,
 def test_a_plan_for_a_model_that_changed_since_is_refused(folder, capsys):
     run("net.py:build", "--vram", "1GiB", "--save", "p.json", capsys=capsys)
     (folder / "net.py").write_text(MODEL.replace("torch.nn.Linear(64, 4)", "torch.nn.Linear(64, 4, bias=False)"))
-    code, data, _ = run("p.json", "--json", capsys=capsys)
+    code, data, _ = run("p.json", "--trust-reference", "--json", capsys=capsys)
     assert code == 2
     assert "make the plan again" in data["error"]["message"]
 

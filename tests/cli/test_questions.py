@@ -269,7 +269,7 @@ def test_what_is_said_to_open_the_budget_does(folder, capsys):
 def test_a_saved_plan_refuses_questions(folder, capsys):
     run("--gpu", "bare", "--vram", "1GiB", "--save", "p.json", capsys=capsys)
     for question in ("--tradeoff", "--smallest-card", "--only=checkpoint"):
-        assert main(["p.json", question]) == 2
+        assert main(["p.json", "--trust-reference", question]) == 2
         assert "cannot be combined with a saved plan" in capsys.readouterr().err
 
 

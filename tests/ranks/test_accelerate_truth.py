@@ -139,9 +139,10 @@ def split_batch(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, tor
 
 def accelerator_arguments(plan: Plan) -> dict[str, object]:
     """Returns the arguments of `Accelerator` in the lines that the user pastes."""
+    named = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, optimizer="adamw"))
     (call,) = (
         node
-        for node in ast.walk(ast.parse(training_lines(plan, "accelerate", None)))
+        for node in ast.walk(ast.parse(training_lines(named, "accelerate", None)))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "accelerate.Accelerator"
     )
     return {argument.arg: eval(ast.unparse(argument.value), {"accelerate": accelerate}) for argument in call.keywords}
