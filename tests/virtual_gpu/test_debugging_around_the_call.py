@@ -1,4 +1,4 @@
-"""What the user has switched on around the call for debugging is not part of the step that is planned."""
+"""Debugging modes of PyTorch that are active around the call to the planner do not reach the rehearsal."""
 
 from __future__ import annotations
 
