@@ -24,6 +24,7 @@ from planner.plan_types.decision_base import (
 from planner.plan_types.decisions import Shard
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.recording.layer_runs import LayerRun
 from planner.recording.rehearsal import Between, MakeBatch, Rehearsal
 from planner.recording.step_graph import TWO_STEPS, Schedule, StepGraph
 from planner.rewrite.application import Rewritten, apply_decisions
@@ -169,6 +170,7 @@ def start_rehearsal(
     what_if: bool,
     schedule: Schedule = TWO_STEPS,
     between: Sequence[Activity] = (),
+    runs: tuple[LayerRun, ...] = (),
 ) -> Child:
     """Start the rehearsal of the step rewritten by `decisions`; `.result()` is a `StepGraph` without workspaces.
 
@@ -181,10 +183,14 @@ def start_rehearsal(
         what_if: True for a recording that shows the tensors that every module saves. Candidates for recomputing are
             derived from it.
         between: functions that run between steps; each of them is recorded twice after the steps.
+        runs: runs of identical layers, most of which are left out of the rehearsal.
     """
     decisions = with_sharding(
         workload.sharding, without_roles(decisions, Role.ALLOCATOR)
     )  # the recording has no allocator
+    decisions = tuple(
+        decision.without_modules(lambda path: any(run.is_left_out(path) for run in runs)) for decision in decisions
+    )
     _import_once(decisions)
     shortened = tuple(decision.with_micro_batches(len(sizes)) for decision in decisions)
     rewrite = _rewriter(workload, shortened)
@@ -218,6 +224,7 @@ def start_rehearsal(
         loss_fn=workload.loss_fn,
         own_step=workload.step,
         between=tuple(_bound(activity, made) for activity in between),
+        shortened=runs,
     ).start()
 
 

@@ -95,6 +95,7 @@ def _moved(op: Op, shift: int, renumbered: dict[int, int]) -> Op:
         phase=Phase.OPTIMIZER,  # a recording of an update alone has no backward, from which the phase would follow
         inputs=tuple(renumbered[index] for index in op.inputs if index in renumbered),
         outputs=tuple(renumbered[index] for index in op.outputs if index in renumbered),
+        written=tuple(renumbered[index] for index in op.written if index in renumbered),
     )
 
 

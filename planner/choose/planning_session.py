@@ -18,7 +18,7 @@ from planner.choose.candidates import Candidates, ChunkedCandidates, optimizer_n
 from planner.choose.certificates import Certificates
 from planner.choose.choice import Choice, Config
 from planner.choose.chooser import Chooser
-from planner.choose.recordings import Recordings
+from planner.choose.recordings import Recordings, Start
 from planner.errors import StepError
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_workspaces
@@ -27,6 +27,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.recording.layer_runs import layer_runs, takes_the_same_ops
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.space.by_sample import BySampleCheck, StartForward
 from planner.space.carried_state import carried_state
@@ -40,11 +41,6 @@ from planner.workload.eight_bit import least_state_bytes
 from planner.workload.torch_optimizers import moves_all_its_state
 from planner.workload.workload import Workload
 
-StartWhatIf = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
-"""Starts a child process that records one step as if decisions were applied (what-if).
-
-Arguments: the decisions of the step, the sizes of its micro-batches.
-"""
 StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Child]
 """Starts a child process that records the optimizer update alone.
 
@@ -70,7 +66,7 @@ class PlanningSession:
         card: DeviceProfile,
         *,
         budget: Budget | None,
-        start_what_if: StartWhatIf,
+        start_what_if: Start,
         start_forward: StartForward,
         start_update: StartUpdate,
         certificates: Certificates,
@@ -97,6 +93,8 @@ class PlanningSession:
             None if workload.step else lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
             is_last_different=any(way.keeps_whole_gradients for way in workload.sharding),
+            runs=layer_runs(workload.model) if workload.gradient_names is None else (),
+            are_alike=functools.cache(lambda run: takes_the_same_ops(self.baseline_graph, run)),
         )
         self._candidates = Candidates(
             self._recordings,

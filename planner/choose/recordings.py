@@ -4,7 +4,8 @@ Each step is recorded once, and many steps need no recording of their own. For s
 recordings with micro-batches of two small sizes are extrapolated to the size asked for. A model that cannot run them,
 because it needs groups of samples, is recorded at each size that is asked for. For a configuration with another
 optimizer, only the update is recorded, and it replaces the update in the recording of the step (`graft_update`), unless
-the update is part of the backward.
+the update is part of the backward. Of many identical layers only a few are recorded, and the recording is lengthened
+(`lengthen`); the update is then recorded for all layers.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from planner.choose.graft_optimizer import can_be_grafted, graft_update
-from planner.errors import StepError, WorkloadError
+from planner.choose.lengthen import lengthened
+from planner.errors import PlannerError, StepError, WorkloadError
 from planner.estimate.extrapolate import BASE_SIZES, extrapolate
 from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
+from planner.recording.layer_runs import LayerRun
 from planner.recording.step_graph import StepGraph
 from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Child
 
-Start = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
-"""Starts a child process that records one step with these decisions and micro-batch sizes."""
+Start = Callable[[tuple[Decision, ...], tuple[int, ...], tuple[LayerRun, ...]], Child]
+"""Starts a child process that records one step.
+
+Arguments: the decisions, the micro-batch sizes, and runs of identical layers, most of which are not recorded.
+"""
 
 StartUpdate = Callable[[tuple[Decision, ...]], Child]
 """Starts a child process that records the optimizer update alone, with these decisions."""
@@ -40,6 +46,8 @@ class Recordings:
         finish: Callable[[StepGraph], StepGraph],
         *,
         is_last_different: bool = False,
+        runs: tuple[LayerRun, ...] = (),
+        are_alike: Callable[[LayerRun], bool] = lambda run: True,
     ) -> None:
         """
         Args:
@@ -48,7 +56,11 @@ class Recordings:
             finish: adds the workspaces of kernels to a recording, which does not contain them.
             is_last_different: True if the last micro-batch differs from the others of its size: only its backward
                 reduces gradients over several cards.
+            runs: runs of layers that look identical.
+            are_alike: says whether the layers of a run took the same ops in the recording of the baseline. It is called
+                when a recording is asked for.
         """
+        self._runs, self._are_alike = runs, are_alike
         self._start, self._start_update = start, start_update
         self._finish = finish
         self._most_parts = 3 if is_last_different else 2
@@ -132,14 +144,17 @@ class Recordings:
         step, update = self._parts(key)
         if step in self._recorded and not can_be_grafted(self._recorded[step]):
             step, update = key, None
-        for part in (step, update):
-            if part is not None:
-                self._begin(part)
+        self._begin(step)
+        if update is not None and has_role(key[0], Role.OPTIMIZER):  # other updates need the recording of the baseline
+            self._begin(update)
 
     def _get(self, key: _Key) -> StepGraph:
         if key not in self._finished:
-            step, update = self._parts(key)
-            graph = self._result(step)
+            _, update = self._parts(key)
+            if update is not None:
+                self._begin(update)
+            graph = self._result(self._parts(key)[0])
+            _, update = self._parts(key)  # without the update, if it turned out that all layers have to be recorded
             if update is not None:
                 graph = graft_update(graph, self._result(update)) if can_be_grafted(graph) else self._result(key)
             self._finished[key] = self._finish(graph)
@@ -148,39 +163,68 @@ class Recordings:
     def _begin(self, part: _Key) -> None:
         if part not in self._recorded and part not in self._running and part not in self._failed:
             if part[1] or self._start_update is None:
-                self._running[part] = self._start(*part)
+                self._running[part] = self._start(*part, self._runs if self._is_lengthened(part) else ())
             else:
                 self._running[part] = self._start_update(part[0])
 
     def _parts(self, key: _Key) -> tuple[_Key, _Key | None]:
-        return (key, None) if self._start_update is None else _parts(key)
+        """Returns the keys of the two recordings from which the recording of `key` can be put together.
+
+        The first is the step with the baseline's optimizer, the second the update that replaces the step's update. If
+        the decisions keep the baseline's update and all layers are recorded, or the update is part of the backward, the
+        result is `key` and None.
+        """
+        decisions, sizes = key
+        has_other = has_role(decisions, Role.OPTIMIZER) or self._is_lengthened(key)
+        if self._start_update is None or not has_other or any(decision.steps_in_backward for decision in decisions):
+            return key, None
+        step = without_roles(decisions, Role.OPTIMIZER), sizes
+        return step, (without_roles(decisions, Role.MICRO_BATCHING, Role.LOSS), ())
+
+    def _is_lengthened(self, key: _Key) -> bool:
+        """True if only a few of the identical layers are recorded."""
+        decisions, sizes = key
+        return (
+            bool(self._runs and sizes)
+            and self._start_update is not None
+            and not has_role(decisions, Role.FREEZING)
+            and not any(decision.steps_in_backward for decision in decisions)
+        )
 
     def _result(self, part: _Key) -> StepGraph:
         if part in self._failed:
             raise self._failed[part]
         if part not in self._recorded:
             self._begin(part)
+            child = self._running.pop(part)
             try:
-                self._recorded[part] = self._running.pop(part).result()
+                graph = self._lengthened(child) if self._is_lengthened(part) else child.result()
             except StepError as error:
                 self._failed[part] = error
                 raise
+            if graph is None:  # it cannot be lengthened: from now on, all layers are recorded
+                self._runs = ()
+                for child in self._running.values():
+                    child.end()
+                self._running.clear()
+                return self._result(part)
+            self._recorded[part] = graph
         return self._recorded[part]
+
+    def _lengthened(self, child: Child) -> StepGraph | None:
+        """Returns the recording of all layers; None if it cannot be known from those that were recorded."""
+        if not all(self._are_alike(run) for run in self._runs):
+            child.end()
+            return None
+        try:
+            graph = child.result()
+        except PlannerError:  # the model may need all its layers: if that is not the reason, the next recording says so
+            return None
+        for run in self._runs:
+            graph = graph and lengthened(graph, run)
+        return graph
 
 
 def _accumulated(config: tuple[Decision, ...], sizes: tuple[int, ...]) -> _Key:
     """Returns the key of a recording with micro-batches of these sizes, of which only the last one may be smaller."""
     return (*config, *MicroBatching(micro_batches=len(sizes), size=sizes[0]).decisions()), sizes
-
-
-def _parts(key: _Key) -> tuple[_Key, _Key | None]:
-    """Returns the keys of the two recordings from which the recording of `key` can be put together.
-
-    The first is the step with the baseline's optimizer, the second the update that replaces the step's update. If the
-    decisions keep the baseline's update, or the update is part of the backward, the result is `key` and None.
-    """
-    decisions, sizes = key
-    if not has_role(decisions, Role.OPTIMIZER) or any(decision.steps_in_backward for decision in decisions):
-        return key, None
-    step = without_roles(decisions, Role.OPTIMIZER), sizes
-    return step, (without_roles(decisions, Role.MICRO_BATCHING, Role.LOSS), ())

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from planner.errors import DecisionError
@@ -97,6 +97,8 @@ class Decision:
     """Fields that JSON has only if they are not empty: fields that older versions did not have."""
     needs_plain_tensors: ClassVar[bool] = False
     """True if the technique cannot be used where a forward computes with DTensors."""
+    module_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields with paths of modules that a shortened model may lack."""
     required_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that the rewritten step imports, beyond torch."""
 
@@ -194,6 +196,12 @@ class Decision:
     def keeps_whole_gradients(self) -> bool:
         """True if the gradients of micro-batches stay whole on each card, and the cards reduce them once in a step."""
         return False
+
+    def without_modules(self, is_left_out: Callable[[str], bool]) -> Decision:
+        """Returns the decision for a model that lacks the modules with these paths."""
+        paths = {name: getattr(self, name) for name in self.module_fields}
+        present = {name: tuple(path for path in value if not is_left_out(path)) for name, value in paths.items()}
+        return self if present == paths else dataclasses.replace(self, **present)
 
     def reducing_once(self) -> Decision:
         """Returns the decision with gradients reduced once in a step; unchanged if that cannot be chosen."""

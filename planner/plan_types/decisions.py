@@ -142,9 +142,9 @@ class Shard(Decision):
     kind: ClassVar[str] = "shard"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.SHARDING
-    left_out_if_empty: ClassVar[tuple[str, ...]] = (
-        "units", "kept", "offload", "tail", "prepared_by", "classes", "reduces_once", "dimensions", "function"
-    )  # fmt: skip
+    module_fields: ClassVar[tuple[str, ...]] = ("units", "kept", "tail")
+    _new_fields = ("offload", "prepared_by", "classes", "reduces_once", "dimensions", "function")
+    left_out_if_empty: ClassVar[tuple[str, ...]] = (*module_fields, *_new_fields)
     way: str
     """'fsdp', 'zero1', 'ddp' or 'own'."""
     mesh: tuple[int, ...]

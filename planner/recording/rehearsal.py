@@ -16,6 +16,7 @@ from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.quantized import is_quantized
 from planner.recording.hook_errors import HookErrors, failure, failure_in_backward
+from planner.recording.layer_runs import LayerRun, shorten
 from planner.recording.module_state import host_random_state, plain_state
 from planner.recording.recorder import Recorder
 from planner.recording.repetition import MOST_CALLS, Repetition
@@ -90,6 +91,8 @@ class Rehearsal:
     """The user's own training step; None for the planner's step."""
     between: tuple[Between, ...] = ()
     """Functions that run between the steps of a run, such as an evaluation. Each is recorded twice after the steps."""
+    shortened: tuple[LayerRun, ...] = ()
+    """Runs of identical layers, most of which are left out of the rehearsal."""
 
     def start(self) -> Child:
         """Starts the rehearsal in a child process. `Child.result` waits for it and returns its `StepGraph`."""
@@ -149,6 +152,7 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
     known_calls = fake_tensor_cache.known()
     with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
         device = rehearsal.target.device
+        shorten(rehearsal.model, rehearsal.shortened)
         make_virtual(rehearsal.model, device, recorder.data_dependence.known)
         if isinstance(rehearsal.loss_fn, torch.nn.Module):  # such as CrossEntropyLoss(weight=...), moved to the card
             make_virtual(rehearsal.loss_fn, device, recorder.data_dependence.known)

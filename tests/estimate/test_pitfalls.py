@@ -66,7 +66,7 @@ def test_what_the_search_is_promised_of_a_split_holds_the_whole_batch_too():
     model, batch = wide_inputs()
     work = workload(model, batch, loss_fn=mean_square)
     recordings = Recordings(
-        lambda decisions, sizes: start_what_if(work, decisions, sizes),
+        lambda decisions, sizes, _: start_what_if(work, decisions, sizes),
         lambda decisions: start_update(work, decisions, BARE, ()),
         lambda graph: graph,
     )

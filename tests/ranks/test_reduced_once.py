@@ -77,7 +77,7 @@ def test_the_promise_of_a_split_is_what_its_certificate_gives(way):
     sharding = shard(way, reduces_once=True)
     work = dataclasses.replace(workload(MODEL, batch(4, 16)), sharding=(sharding,))
 
-    def start(decisions, sizes):
+    def start(decisions, sizes, _):
         return rehearse.start_rehearsal(work, decisions, CARD, sizes=sizes, steps=1, primed=True, what_if=True)
 
     recordings = Recordings(
@@ -151,8 +151,8 @@ def test_splits_with_two_and_with_more_micro_batches_have_recordings_of_their_ow
         MicroBatching(micro_batches=4, size=2),
     ]
     recordings(is_last_different=False).prefetch((), splits)
-    assert [sizes for _, sizes in started] == [(8,), (2, 2), (3, 3)]
+    assert [sizes for _, sizes, _ in started] == [(8,), (2, 2), (3, 3)]
     started.clear()
     recordings(is_last_different=True).prefetch((), splits)
-    assert [sizes for _, sizes in started] == [(8,), (2, 2), (2, 2, 2), (3, 3), (3, 3, 3)]
+    assert [sizes for _, sizes, _ in started] == [(8,), (2, 2), (2, 2, 2), (3, 3), (3, 3, 3)]
     assert started[2][0] == (Accumulation(micro_batch_size=2, micro_batches=3),)

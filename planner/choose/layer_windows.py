@@ -1,0 +1,159 @@
+"""The windows of ticks in which the layers of a model take turns, and where they are in a recording of more layers."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from planner.recording.layer_runs import KEPT, LayerRun
+from planner.recording.step_graph import Call, Phase, StepGraph
+
+FARTHEST = 2
+"""Maximum distance, in layers, of an op from what it reads, and of an event from its owner."""
+
+
+class NotAlikeError(Exception):
+    """The layers differ, or something belongs to all layers together."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """A part of the step in which the layers take turns: a forward, a backward, or the release of what they held."""
+
+    kind: str
+    number: int
+    """Number of the micro-batch; of a release, its place among others."""
+    upwards: bool
+    """True if the first layer comes first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """The ticks of one layer in one pass."""
+
+    start: int
+    stop: int
+    layer: int
+    """Position of the layer in its container."""
+    passed: Pass
+
+
+class Ticks:
+    """The ticks of the longer recording, by those of the shorter one."""
+
+    def __init__(self, graph: StepGraph, run: LayerRun, windows: Sequence[Window]) -> None:
+        self.run, self.end = run, graph.update_tick or 0
+        self.begin = graph.step_starts[0]
+        self._windows = sorted(windows, key=lambda window: window.start)
+        self._starts = [window.start for window in self._windows]
+        if any(one.stop > other.start for one, other in zip(self._windows, self._windows[1:], strict=False)):
+            raise NotAlikeError
+        self._by_place = {(window.passed, window.layer): window for window in windows}
+        self._insertions: list[tuple[int, int]] = []
+        self._lengths: dict[Pass, int] = {}
+        template = run.first + 2
+        for passed in {window.passed for window in windows}:
+            one, other = self._by_place[passed, template], self._by_place[passed, template + 1]
+            length = one.stop - one.start
+            if other.stop - other.start != length:
+                raise NotAlikeError
+            self._lengths[passed] = length
+            # The copies come after the template in a forward, and before it in a backward.
+            self._insertions.append((one.stop if passed.upwards else one.start, length * run.left_out))
+
+    def window(self, tick: int) -> Window | None:
+        """Returns the window that a tick is in."""
+        number = self.windows_until(tick) - 1
+        if number < 0 or tick >= self._windows[number].stop:
+            return None
+        return self._windows[number]
+
+    def windows_until(self, tick: int) -> int:
+        """Returns the number of windows that begin at a tick or before it."""
+        return bisect.bisect_right(self._starts, tick)
+
+    def relative(self, tick: int, owner: int) -> tuple[object, ...]:
+        """Returns a description of a tick that is the same for all layers that are alike."""
+        if tick >= self.end:
+            return ("update",)
+        if tick <= self.begin:
+            return ("setup",)
+        window = self.window(tick)
+        return (tick,) if window is None else (window.passed, window.layer - owner, tick - window.start)
+
+    def moved(self, tick: int, owner: int | None, layer: int | None) -> int:
+        """Returns the tick in the longer recording.
+
+        Args:
+            owner: position in the shorter recording of the layer that the event belongs to; None if it has none.
+            layer: position of this layer, or of its copy, in the longer recording.
+        """
+        window = self.window(tick) if self.begin < tick < self.end else None
+        if window is None or owner is None or layer is None:
+            return tick + self._shift(tick)
+        distance = window.layer - owner
+        if abs(distance) > FARTHEST:
+            if self.new_layer(owner) != layer:
+                raise NotAlikeError
+            return tick + self._shift(tick)
+        return self._start(window.passed, layer + distance) + tick - window.start
+
+    def new_layer(self, layer: int) -> int:
+        """Returns the position of a layer of the shorter recording in the longer one."""
+        return layer if layer <= self.run.first + 2 else layer + self.run.left_out
+
+    def _shift(self, tick: int) -> int:
+        return sum(length for point, length in self._insertions if point <= tick)
+
+    def _start(self, passed: Pass, layer: int) -> int:
+        """Returns the tick at which a window begins in the longer recording."""
+        template, left_out = self.run.first + 2, self.run.left_out
+        copy = layer - template
+        if 0 < copy <= left_out:
+            start = self._by_place[passed, template].start
+            moved = start + self._shift(start)
+            return moved + copy * self._lengths[passed] * (1 if passed.upwards else -1)
+        window = self._by_place.get((passed, layer if copy <= 0 else layer - left_out))
+        if window is None:
+            raise NotAlikeError
+        return window.start + self._shift(window.start)
+
+
+def windows_of(graph: StepGraph, run: LayerRun) -> list[Window]:
+    """Returns the windows of the layers of a run that were rehearsed, for each forward and each backward."""
+    kept = range(run.first, run.first + KEPT)
+    forwards: dict[int, list[Call]] = {layer: [] for layer in kept}
+    paths = {run.path(layer): layer for layer in kept}
+    for call in graph.calls:
+        if call.module in paths:
+            forwards[paths[call.module]].append(call)
+    backwards: dict[tuple[int, int], list[int]] = {}
+    for op in graph.ops:
+        if op.phase is Phase.BACKWARD and op.forward_op is not None and (found := run.position(op.module)):
+            first, _ = backwards.setdefault((op.micro_batch, found[0]), [op.tick, op.tick])
+            backwards[op.micro_batch, found[0]] = [first, op.tick]
+    micro_batches = len(graph.micro_batch_sizes)
+    if any(len(calls) != micro_batches for calls in forwards.values()):
+        raise NotAlikeError
+    windows: list[Window] = []
+    for number in range(micro_batches):
+        starts = [forwards[layer][number].start for layer in kept]
+        ends = [*starts[1:], forwards[kept[-1]][number].end + 1]
+        windows += in_turn(kept, starts, ends, Pass("forward", number, True))
+        spans = [backwards.get((number, layer)) for layer in reversed(kept)]
+        if None not in spans:
+            starts = [span[0] for span in spans if span is not None]
+            last = spans[-1]
+            assert last is not None
+            windows += in_turn(kept[::-1], starts, [*starts[1:], last[1] + 1], Pass("backward", number, False))
+        elif any(spans):
+            raise NotAlikeError
+    return windows
+
+
+def in_turn(layers: Sequence[int], starts: list[int], stops: list[int], passed: Pass) -> Iterator[Window]:
+    for layer, start, stop in zip(layers, starts, stops, strict=True):
+        if stop <= start:
+            raise NotAlikeError
+        yield Window(start, stop, layer, passed)

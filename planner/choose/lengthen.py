@@ -1,0 +1,390 @@
+"""Puts the layers that a rehearsal left out into its recording.
+
+The recording is of a model with `KEPT` layers of a run of identical ones (`planner.recording.layer_runs`). The events
+of one layer are in one *window* of ticks for each forward, from its call to the call of the next layer, in one for each
+backward, and in one for each time at which all layers free what they held. Each op, storage, save and call belongs to a
+layer (its *owner*) or to none. Its ticks are given by the windows that they are in, relative to the owner: a storage
+that a layer makes and the next layer frees dies in the forward window of the owner plus one.
+
+The third and the fourth layer must agree in all this. Then each layer that was left out gets a copy of what the third
+one has. The result has the same memory curve as a recording of the whole model, tick by tick, from the first op of the
+forward to the update (tests compare the two). The update is not lengthened: `graft_update` replaces it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from planner.choose.graft_optimizer import can_be_grafted
+from planner.choose.layer_windows import FARTHEST, NotAlikeError, Pass, Ticks, Window, in_turn, windows_of
+from planner.recording.layer_runs import KEPT, LayerRun
+from planner.recording.step_graph import Call, Category, Op, Save, StepGraph, Storage
+
+
+def lengthened(graph: StepGraph, run: LayerRun) -> StepGraph | None:
+    """Returns the recording with all layers of a run; None if it cannot be known from those that were rehearsed.
+
+    Args:
+        graph: a what-if recording of one step of the shortened model, for which `can_be_grafted` is true.
+    """
+    if not can_be_grafted(graph):
+        return None
+    try:
+        return _Lengthening(graph, run).result()
+    except NotAlikeError:
+        return None
+
+
+class _Owned:
+    """Items of one kind (ops, storages, saves or calls) by the layers that own them."""
+
+    def __init__(self, owners: list[int | None]) -> None:
+        self.owners = owners
+        self.of_layer: dict[int, list[int]] = collections.defaultdict(list)
+        """For each layer, the indices of its items."""
+        self.slots: list[int] = []
+        """The number of each item among those of its layer."""
+        for index, owner in enumerate(owners):
+            self.slots.append(0 if owner is None else len(self.of_layer[owner]))
+            if owner is not None:
+                self.of_layer[owner].append(index)
+        self.places: list[tuple[int, int | None]] = []
+        """The items of the longer recording in their order: index in the shorter one, and position of the layer."""
+        self._new: dict[tuple[int | None, int], int] = {}
+
+    def arrange(self, order: list[tuple[tuple[int, ...], int, int | None]]) -> None:
+        """Sets the order of the items of the longer recording. Each has a key for sorting, an index and a layer."""
+        self.places = [(index, layer) for _, index, layer in sorted(order, key=lambda item: item[0])]
+        for number, (index, layer) in enumerate(self.places):
+            self._new[layer, index if layer is None else self.slots[index]] = number
+
+    def new_index(self, index: int, layer: int | None) -> int:
+        """Returns the index in the longer recording of an item, or of its copy in a layer."""
+        found = self._new.get((layer, index if layer is None else self.slots[index]))
+        if found is None:
+            raise NotAlikeError
+        return found
+
+
+class _Lengthening:
+    def __init__(self, graph: StepGraph, run: LayerRun) -> None:
+        self._graph, self._run = graph, run
+        windows = windows_of(graph, run)
+        self._ticks = Ticks(graph, run, windows)
+        self._ticks = Ticks(graph, run, [*windows, *self._releases()])
+        self._ops = _Owned([self._owner_at(op.tick) for op in graph.ops])
+        owners = [self._owner_of_storage(storage) for storage in graph.storages]
+        for index in self._passed_on(owners):
+            owners[index] = None
+        self._storages = _Owned(owners)
+        self._saves = _Owned([self._owner_at(save.pack) for save in graph.saves])
+        self._calls = _Owned([self._owner_at(call.start) for call in graph.calls])
+
+    def result(self) -> StepGraph:
+        """Returns the longer recording. Raises `NotAlikeError` if it cannot be known."""
+        graph, ticks = self._graph, self._ticks
+        self._compare(self._run.first + 2, self._run.first + 3)
+        births = [storage.lives[0][0] if storage.lives else 0 for storage in graph.storages]
+        for owned, starts in (
+            (self._storages, births),
+            (self._ops, [op.tick for op in graph.ops]),
+            (self._saves, [save.pack for save in graph.saves]),
+            (self._calls, [call.start for call in graph.calls]),
+        ):
+            owned.arrange(
+                [
+                    ((ticks.moved(starts[index], owned.owners[index], layer), layer or 0, index), index, layer)
+                    for index, layer in self._copies(owned)
+                ]
+            )
+        longer = dataclasses.replace(
+            graph,
+            storages=[self._storage(*place) for place in self._storages.places],
+            ops=[self._op(*place) for place in self._ops.places],
+            saves=[self._save(*place) for place in self._saves.places],
+            calls=[self._call(*place) for place in self._calls.places],
+            ticks=ticks.moved(graph.ticks, None, None),
+            update_tick=ticks.moved(ticks.end, None, None),
+            cache_releases=tuple(ticks.moved(tick, None, None) for tick in graph.cache_releases),
+            module_types={name: kind for path, kind in graph.module_types.items() for name in self._with_copies(path)},
+            batch_statistics=tuple(name for path in graph.batch_statistics for name in self._with_copies(path)),
+            trained=tuple(name for path in graph.trained for name in self._with_copies(path)),
+        )
+        _check_ticks(graph)
+        _check_ticks(longer)
+        return longer
+
+    # ---- owners and copies --------------------------------------------------------------------------------------
+
+    def _owner_at(self, tick: int) -> int | None:
+        window = self._ticks.window(tick) if tick > self._ticks.begin else None
+        return None if window is None else window.layer
+
+    def _owner_of_storage(self, storage: Storage) -> int | None:
+        found = self._run.position(storage.name) if storage.category is not Category.INPUT else None
+        if found is not None:
+            return found[0] if 0 <= found[0] - self._run.first < KEPT else None
+        return self._owner_at(storage.lives[0][0]) if storage.lives else None
+
+    def _passed_on(self, owners: Sequence[int | None]) -> set[int]:
+        """Returns the storages that one layer makes and all others use, such as a gradient that is summed in place."""
+        return {
+            index
+            for op, user in zip(self._graph.ops, self._ops.owners, strict=True)
+            for index in (*op.inputs, *op.outputs)
+            if user is not None and (owner := owners[index]) is not None and abs(owner - user) > FARTHEST
+        }
+
+    def _releases(self) -> Iterator[Window]:
+        """Yields the windows in which the layers free, one after the other, what they held during a pass.
+
+        At the end of autocast, for example, the copies of all weights are freed.
+        """
+        kept = [*range(self._run.first, self._run.first + KEPT)]
+        deaths: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+        for storage in self._graph.storages:
+            owner = self._owner_of_storage(storage)
+            if owner is None:
+                continue
+            for _, death in storage.lives:
+                if self._ticks.begin < death < self._ticks.end and self._ticks.window(death) is None:
+                    deaths[self._ticks.windows_until(death)].append((death, owner))
+        for number, outside in deaths.items():
+            turns = [
+                [tick for tick, _ in group] for _, group in itertools.groupby(sorted(outside), key=lambda pair: pair[1])
+            ]
+            layers = [owner for owner, _ in itertools.groupby(owner for _, owner in sorted(outside))]
+            for first in range(len(layers) - KEPT + 1):
+                order = layers[first : first + KEPT]
+                if order in (kept, kept[::-1]):
+                    starts = [ticks[0] for ticks in turns[first : first + KEPT]]
+                    stops = [*starts[1:], turns[first + KEPT - 1][-1] + 1]
+                    yield from in_turn(order, starts, stops, Pass(f"release {number}", first, order == kept))
+
+    def _copies(self, owned: _Owned) -> Iterator[tuple[int, int | None]]:
+        """Yields the items of the longer recording: index in the shorter one, and the layer that owns it."""
+        for index, owner in enumerate(owned.owners):
+            if owner is None:
+                yield index, None
+            else:
+                yield from ((index, layer) for layer in self._layers(owner))
+
+    def _with_copies(self, path: str) -> list[str]:
+        """Returns a path in the longer model, and those of the copies of what is there."""
+        found = self._run.position(path)
+        if found is None:
+            return [path]
+        owner, rest = found
+        return [self._run.path(layer, rest) for layer in self._layers(owner)]
+
+    # ---- are two layers alike? ----------------------------------------------------------------------------------
+
+    def _compare(self, one: int, other: int) -> None:
+        """Raises `NotAlikeError` if the items of two layers differ in more than the layer."""
+        for owned, items in (
+            (self._storages, self._graph.storages),
+            (self._ops, self._graph.ops),
+            (self._saves, self._graph.saves),
+            (self._calls, self._graph.calls),
+        ):
+            first, second = owned.of_layer[one], owned.of_layer[other]
+            if len(first) != len(second):
+                raise NotAlikeError
+            for index, same in zip(first, second, strict=True):
+                if self._described(items[index], one) != self._described(items[same], other):
+                    raise NotAlikeError
+        for storage, owner in zip(self._graph.storages, self._storages.owners, strict=True):
+            if owner is None and self._lives_in(storage, one) != self._lives_in(storage, other):
+                raise NotAlikeError
+
+    def _lives_in(self, storage: Storage, layer: int) -> list[tuple[object, ...]]:
+        """Returns the lives of a shared storage that begin in the windows of a layer."""
+        at = self._ticks.relative
+        return [
+            (at(birth, layer), at(death, layer)) for birth, death in storage.lives if self._owner_at(birth) == layer
+        ]
+
+    def _described(self, item: Any, owner: int) -> tuple[object, ...]:
+        """Returns a description of an item that is the same in all layers that are alike."""
+        at = self._ticks.relative
+        if isinstance(item, Storage):
+            lives = [(at(birth, owner), at(death, owner)) for birth, death in item.lives]
+            made_by = self._known(self._ops, item.op, owner)
+            return item.size_bytes, lives, item.category, made_by, self._name(item.name, owner), item.shape, item.stream
+        if isinstance(item, Op):
+            used = [
+                [self._known(self._storages, index, owner) for index in indices]
+                for indices in (item.inputs, item.outputs, item.written)
+            ]
+            calls = self._known(self._calls, item.call, owner), self._known(self._ops, item.forward_op, owner)
+            rest = (item.name, item.phase, item.flops, item.moved_bytes, item.host_bytes, item.dtype, item.shapes)
+            return (
+                *rest,
+                item.kernel,
+                item.collective,
+                item.draws_random_numbers,
+                used,
+                calls,
+                at(item.tick, owner),
+                self._name(item.module, owner),
+            )
+        if isinstance(item, Save):
+            when = [None if tick is None else at(tick, owner) for tick in _ticks_of(item)]
+            return (
+                self._known(self._storages, item.storage, owner),
+                self._known(self._calls, item.call, owner),
+                when,
+                item.is_of_next_op,
+            )
+        assert isinstance(item, Call)
+        inputs = [
+            [self._known(self._storages, index, owner) for index in indices]
+            for indices in (item.inputs, item.made_inputs)
+        ]
+        return (
+            self._name(item.module, owner),
+            self._known(self._calls, item.parent, owner),
+            inputs,
+            at(item.start, owner),
+            at(item.end, owner),
+            item.obstacle,
+            item.has_hooks,
+        )
+
+    @staticmethod
+    def _known(owned: _Owned, index: int | None, owner: int) -> object:
+        if index is None:
+            return None
+        layer = owned.owners[index]
+        return index if layer is None else (layer - owner, owned.slots[index])
+
+    def _name(self, path: str, owner: int) -> object:
+        found = self._run.position(path)
+        return path if found is None else (found[0] - owner, found[1])
+
+    # ---- the items of the longer recording ----------------------------------------------------------------------
+
+    def _storage(self, index: int, layer: int | None) -> Storage:
+        storage, owner = self._graph.storages[index], self._storages.owners[index]
+        lives = [
+            (self._ticks.moved(birth, user, place), self._ticks.moved(death, user, place))
+            for birth, death in storage.lives
+            for user, place in ([(owner, layer)] if owner is not None else self._users(birth))
+        ]
+        name = self._renamed(storage.name, owner, layer) if storage.category is not Category.INPUT else storage.name
+        op = self._new(self._ops, storage.op, owner, layer, is_shared=owner is None)
+        return dataclasses.replace(storage, lives=sorted(lives), name=name, op=op)
+
+    def _users(self, birth: int) -> list[tuple[int | None, int | None]]:
+        """Returns the layers, in the shorter recording and in the longer one, that have a life of a shared storage."""
+        owner = self._owner_at(birth)
+        if owner is None:
+            return [(None, None)]
+        return [(owner, layer) for layer in self._layers(owner)]
+
+    def _layers(self, owner: int) -> range:
+        """Returns the positions in the longer recording of a layer of the shorter one, and of its copies."""
+        layer = self._ticks.new_layer(owner)
+        return range(layer, layer + self._run.left_out + 1) if owner == self._run.first + 2 else range(layer, layer + 1)
+
+    def _op(self, index: int, layer: int | None) -> Op:
+        op, owner = self._graph.ops[index], self._ops.owners[index]
+        # What belongs to no layer must not read what each layer has, such as a sum over all layers.
+        is_shared = owner is None and self._ticks.begin < op.tick < self._ticks.end
+
+        def storages(indices: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(self._index(self._storages, i, owner, layer, is_shared=is_shared) for i in indices)
+
+        return dataclasses.replace(
+            op,
+            tick=self._ticks.moved(op.tick, owner, layer),
+            module=self._renamed(op.module, owner, layer),
+            call=self._new(self._calls, op.call, owner, layer, is_shared=is_shared),
+            forward_op=self._new(self._ops, op.forward_op, owner, layer, is_shared=is_shared),
+            inputs=storages(op.inputs),
+            outputs=storages(op.outputs),
+            written=storages(op.written),
+        )
+
+    def _save(self, index: int, layer: int | None) -> Save:
+        save, owner = self._graph.saves[index], self._saves.owners[index]
+        pack, unpack, release, again = (
+            None if tick is None else self._ticks.moved(tick, owner, layer) for tick in _ticks_of(save)
+        )
+        assert pack is not None
+        return dataclasses.replace(
+            save,
+            storage=self._new(self._storages, save.storage, owner, layer, is_shared=owner is None),
+            call=self._new(self._calls, save.call, owner, layer, is_shared=owner is None),
+            pack=pack,
+            unpack=unpack,
+            release=release,
+            again=again,
+        )
+
+    def _call(self, index: int, layer: int | None) -> Call:
+        call, owner = self._graph.calls[index], self._calls.owners[index]
+        is_shared = owner is None
+        return dataclasses.replace(
+            call,
+            module=self._renamed(call.module, owner, layer),
+            parent=self._new(self._calls, call.parent, owner, layer, is_shared=is_shared),
+            start=self._ticks.moved(call.start, owner, layer),
+            end=self._ticks.moved(call.end, owner, layer),
+            inputs=tuple(self._index(self._storages, i, owner, layer, is_shared=is_shared) for i in call.inputs),
+            made_inputs=tuple(
+                self._index(self._storages, i, owner, layer, is_shared=is_shared) for i in call.made_inputs
+            ),
+        )
+
+    def _renamed(self, path: str, owner: int | None, layer: int | None) -> str:
+        """Returns the path in the longer model of a module that an item of a layer, or of its copy, names."""
+        found = self._run.position(path)
+        if found is None:
+            return path
+        named, rest = found
+        if owner is None or layer is None:
+            return self._run.path(self._ticks.new_layer(named), rest)
+        return self._run.path(layer + named - owner, rest)
+
+    def _new(
+        self, owned: _Owned, index: int | None, owner: int | None, layer: int | None, *, is_shared: bool
+    ) -> int | None:
+        return None if index is None else self._index(owned, index, owner, layer, is_shared=is_shared)
+
+    def _index(self, owned: _Owned, index: int, owner: int | None, layer: int | None, *, is_shared: bool) -> int:
+        """Returns the index in the longer recording of what an item of a layer, or of its copy, refers to.
+
+        Args:
+            is_shared: True if the item belongs to no layer and may refer to the first and the last layer only.
+        """
+        named = owned.owners[index]
+        if named is None:
+            return owned.new_index(index, None)
+        if owner is None or layer is None:
+            if is_shared and named not in (self._run.first, self._run.first + KEPT - 1):
+                raise NotAlikeError
+            return owned.new_index(index, self._ticks.new_layer(named))
+        if abs(named - owner) > FARTHEST:
+            raise NotAlikeError
+        return owned.new_index(index, layer + named - owner)
+
+
+def _ticks_of(save: Save) -> tuple[int | None, ...]:
+    return save.pack, save.unpack, save.release, save.again
+
+
+def _check_ticks(graph: StepGraph) -> None:
+    """Raises `NotAlikeError` if two events of the step, up to its update, have the same tick."""
+    begin, end = graph.step_starts[0], graph.update_tick or 0
+    events = [op.tick for op in graph.ops]
+    events += [tick for storage in graph.storages for life in storage.lives for tick in life]
+    events += [tick for save in graph.saves for tick in _ticks_of(save) if tick is not None]
+    events += [tick for call in graph.calls for tick in (call.start, call.end)]
+    counted = [tick for tick in events if begin < tick < end]
+    if len(set(counted)) != len(counted):
+        raise NotAlikeError

@@ -1,0 +1,137 @@
+"""Runs of identical layers in a model, most of which a rehearsal can leave out.
+
+A transformer has one kind of layer many times in a row. A rehearsal of the model with a few of them shows what one more
+layer adds to the step, so that `planner.choose.lengthen` can put the others into the recording.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from planner.recording.step_graph import Op, Phase, StepGraph
+
+KEPT = 6
+"""Number of layers of a run that are rehearsed. The third and the fourth show what one more layer adds. The others are
+the neighbors of those two, and the ends of the run, whose steps may differ: the first layer may compute no gradient of
+its input."""
+
+FEWEST = 2 * KEPT
+"""Minimum number of layers of a run that is shortened."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerRun:
+    """Layers in a row that have the same modules and parameters."""
+
+    container: str
+    """Path of the `ModuleList` or `Sequential` that has the layers."""
+    first: int
+    """Position of the first layer in the container."""
+    layers: int
+    """Number of layers."""
+
+    @property
+    def left_out(self) -> int:
+        """Number of layers that a rehearsal leaves out."""
+        return self.layers - KEPT
+
+    def position(self, path: str) -> tuple[int, str] | None:
+        """Returns the position of the layer that a path leads into, and the rest of the path.
+
+        None if the path does not lead into the container.
+        """
+        start = f"{self.container}." if self.container else ""
+        number, _, _ = path.removeprefix(start).partition(".")
+        if not path.startswith(start) or not re.fullmatch("[0-9]+", number):
+            return None
+        return int(number), path[len(start) + len(number) :]
+
+    def path(self, position: int, rest: str = "") -> str:
+        """Returns the path of the layer at a position, followed by `rest`."""
+        return f"{self.container}.{position}{rest}" if self.container else f"{position}{rest}"
+
+    def is_left_out(self, path: str) -> bool:
+        """True if a path leads into a layer that the shortened model lacks, or that has another position there."""
+        found = self.position(path)
+        return found is not None and found[0] >= self.first + KEPT
+
+
+def layer_runs(model: torch.nn.Module) -> tuple[LayerRun, ...]:
+    """Returns the runs of at least `FEWEST` layers that are not inside of the layers of another run."""
+    return tuple(_runs_in("", model))
+
+
+def _runs_in(path: str, module: torch.nn.Module) -> Iterator[LayerRun]:
+    run = _longest_run(path, module) if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) else None
+    if run is not None:
+        yield run
+    for number, (name, child) in enumerate(module.named_children()):
+        if run is None or not run.first <= number < run.first + run.layers:
+            yield from _runs_in(f"{path}.{name}" if path else name, child)
+
+
+def _longest_run(path: str, container: torch.nn.Module) -> LayerRun | None:
+    first, longest = 0, None
+    for _, group in itertools.groupby(_structure(layer) for layer in container.children()):
+        layers = len(list(group))
+        if layers >= FEWEST and (longest is None or layers > longest.layers):
+            longest = LayerRun(container=path, first=first, layers=layers)
+        first += layers
+    # A layer or parameter that occurs twice, or children with names of their own, have no position in the list.
+    names = [name for name, _ in container.named_children()]
+    is_plain = names == [str(number) for number in range(len(container._modules))]
+    return longest if is_plain and not _shares_tensors(container) else None
+
+
+def _structure(layer: torch.nn.Module) -> tuple[object, ...]:
+    """Returns what two layers have in common if they are alike: modules, and shapes of parameters and buffers."""
+    return (
+        tuple((path, type(module), module.training) for path, module in layer.named_modules(remove_duplicate=False)),
+        tuple(
+            (name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
+            for name, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers())
+        ),
+    )
+
+
+def _shares_tensors(container: torch.nn.Module) -> bool:
+    """True if two layers of the container share a parameter."""
+    count = collections.Counter(id(parameter) for layer in container.children() for parameter in {*layer.parameters()})
+    return any(number > 1 for number in count.values())
+
+
+def shorten(model: torch.nn.Module, runs: Sequence[LayerRun]) -> None:
+    """Remove the layers of each run after the first `KEPT` ones from the model, in place."""
+    for run in runs:
+        container = model.get_submodule(run.container)
+        assert isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential))
+        del container[run.first + KEPT : run.first + run.layers]
+
+
+def takes_the_same_ops(graph: StepGraph, run: LayerRun) -> bool:
+    """True if all layers of a run take the same ops in the recording of the whole model.
+
+    In the backward, the first and the last layer may differ.
+    """
+    ops: dict[tuple[int, bool], list[tuple[object, ...]]] = collections.defaultdict(list)
+    for op in graph.ops:
+        found = run.position(op.module)
+        if found is not None and run.first <= found[0] < run.first + run.layers:
+            position, rest = found
+            ops[position, op.phase is Phase.FORWARD].append(_signature(op, rest))
+    inner = range(run.first + 1, run.first + run.layers - 1)
+    return (
+        len({tuple(ops[position, True]) for position in (run.first, *inner, inner.stop)}) == 1
+        and len({tuple(ops[position, False]) for position in inner}) == 1
+        and bool(ops[inner.start, True])
+    )
+
+
+def _signature(op: Op, rest: str) -> tuple[object, ...]:
+    return op.name, op.phase, op.step, op.micro_batch, op.shapes, op.dtype, rest
