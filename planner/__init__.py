@@ -273,14 +273,14 @@ def record(
     """Rehearse two training steps and return them as one graph of aten ops, in the order in which they run.
 
     The arguments are those of `plan`. The graph can be analyzed but not run. The `meta` of each node has the phase,
-    module path, source line, FLOPs and bytes of an op; see `planner.recording.fx_graph.to_fx`. `planner.to_networkx`
+    module path, source line, FLOPs and bytes of an op; see `planner.fx_graph.to_fx`. `planner.to_networkx`
     converts the graph to one of networkx.
 
     Raises:
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
     from planner.ask import LiveWorkload, Question, ask
-    from planner.recording.fx_graph import to_fx
+    from planner.fx_graph import to_fx
 
     work = LiveWorkload(model=model, batch=batch, loss_fn=loss_fn, step=step, optimizer=optimizer)
     return to_fx(ask(Question(work=work, gpu=gpu), progress=False, time_limit=None))
@@ -295,8 +295,8 @@ def to_networkx(graph: torch.fx.Graph, *, storages: bool = False) -> networkx.Di
     Args:
         graph: the result of `planner.record`.
         storages: if True, add a node for each tensor between the op that wrote it and the ops that read it, so that a
-            minimum cut by `bytes` counts each tensor once; see `planner.recording.fx_graph.to_networkx`.
+            minimum cut by `bytes` counts each tensor once; see `planner.fx_graph.to_networkx`.
     """
-    from planner.recording.fx_graph import to_networkx
+    from planner.fx_graph import to_networkx
 
     return to_networkx(graph, storages=storages)

@@ -277,7 +277,7 @@ class _Lengthening:
         ]
         name = self._renamed(storage.name, owner, layer) if storage.category is not Category.INPUT else storage.name
         op = self._new(self._ops, storage.op, owner, layer, is_shared=owner is None)
-        return dataclasses.replace(storage, lives=sorted(lives), name=name, op=op)
+        return dataclasses.replace(storage, lives=sorted(lives, key=lambda life: life[1]), name=name, op=op)
 
     def _users(self, birth: int) -> list[tuple[int | None, int | None]]:
         """Returns the layers, in the shorter recording and in the longer one, that have a life of a shared storage."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from planner.recording.step_graph import Op, Phase, StepGraph
+from planner.recording.step_graph import Phase, StepGraph
 
 KEPT = 6
 """Number of layers of a run that are rehearsed. The third and the fourth show what one more layer adds. The others are
@@ -115,23 +115,39 @@ def shorten(model: torch.nn.Module, runs: Sequence[LayerRun]) -> None:
 
 
 def takes_the_same_ops(graph: StepGraph, run: LayerRun) -> bool:
-    """True if all layers of a run take the same ops in the recording of the whole model.
+    """True if all layers of a run take the same ops, on the same tensors of the rest of the model, in the recording of
+    the whole model.
 
-    In the backward, the first and the last layer may differ.
+    The first layer may read other tensors, since no layer makes its input. In the backward, the first and the last
+    layer may differ.
     """
+    is_inside = [op.phase is not Phase.FORWARD or _position_in(run, op.module) is not None for op in graph.ops]
     ops: dict[tuple[int, bool], list[tuple[object, ...]]] = collections.defaultdict(list)
     for op in graph.ops:
-        found = run.position(op.module)
-        if found is not None and run.first <= found[0] < run.first + run.layers:
+        if (found := _position_in(run, op.module)) is not None:
             position, rest = found
-            ops[position, op.phase is Phase.FORWARD].append(_signature(op, rest))
+            read = tuple(_origin(graph, run, index, is_inside) for index in op.inputs)
+            what = op.name, op.phase, op.step, op.micro_batch, op.shapes, op.dtype, rest
+            ops[position, op.phase is Phase.FORWARD].append((what, read))
     inner = range(run.first + 1, run.first + run.layers - 1)
+    first, second = ([what for what, _ in ops[position, True]] for position in (run.first, inner.start))
     return (
-        len({tuple(ops[position, True]) for position in (run.first, *inner, inner.stop)}) == 1
+        len({tuple(ops[position, True]) for position in (*inner, inner.stop)}) == 1
         and len({tuple(ops[position, False]) for position in inner}) == 1
-        and bool(ops[inner.start, True])
+        and bool(first)
+        and first == second
     )
 
 
-def _signature(op: Op, rest: str) -> tuple[object, ...]:
-    return op.name, op.phase, op.step, op.micro_batch, op.shapes, op.dtype, rest
+def _position_in(run: LayerRun, path: str) -> tuple[int, str] | None:
+    found = run.position(path)
+    return found if found is not None and run.first <= found[0] < run.first + run.layers else None
+
+
+def _origin(graph: StepGraph, run: LayerRun, index: int, is_inside: Sequence[bool]) -> object:
+    """Returns what identifies a storage that an op of a layer reads; None if a layer or a backward has made it."""
+    storage = graph.storages[index]
+    if storage.op is not None and is_inside[storage.op]:
+        return None
+    found = _position_in(run, storage.name)
+    return index if found is None else found[1]

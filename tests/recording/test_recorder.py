@@ -11,9 +11,9 @@ import torch
 
 import planner
 from planner.errors import RehearsalError, WorkloadError
+from planner.fx_graph import to_fx
 from planner.plan_types.decisions import Accumulation, Optimizer, Precision
 from planner.plan_types.recompute_decisions import Checkpoint
-from planner.recording.fx_graph import to_fx
 from planner.recording.step_graph import Category, Phase
 from planner.virtual_gpu.autocast import Autocast
 from planner.workload.workload import workload

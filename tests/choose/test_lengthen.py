@@ -1,0 +1,219 @@
+"""A recording that is lengthened by the layers that were left out is what a recording of all layers is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from planner.choose.graft_optimizer import graft_update
+from planner.choose.lengthen import lengthened
+from planner.plan_types.decisions import Accumulation, Precision
+from planner.recording.layer_runs import FEWEST, KEPT, layer_runs, takes_the_same_ops
+from planner.recording.step_graph import Op, Phase, StepGraph
+from planner.rewrite.rehearse import certifying_graph, start_rehearsal, start_update
+from planner.workload.workload import Workload, workload
+from tests.support.workloads import BARE, transformer, what_if
+
+LAYERS = FEWEST + 2
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "num_hidden_layers": LAYERS,
+}
+GPT2 = {"n_layer": LAYERS, "n_embd": 64, "n_head": 4, "vocab_size": 128, "bos_token_id": 0, "eos_token_id": 1}
+MODELS = {
+    "llama": ("LlamaForCausalLM", {**SMALL, "num_key_value_heads": 2}),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "roberta": ("RobertaForMaskedLM", SMALL),
+    "mixtral": ("MixtralForCausalLM", {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **SMALL,
+            "num_hidden_layers": LAYERS + 2,
+            "first_k_dense_replace": 2,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+        },
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {
+            "encoder_layers": LAYERS,
+            "decoder_layers": LAYERS,
+            "d_model": 64,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "vocab_size": 128,
+        },
+    ),
+    "mamba": ("MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": LAYERS, "vocab_size": 128, "state_size": 4}),
+    "bloom": ("BloomForCausalLM", {"n_layer": LAYERS, "hidden_size": 64, "n_head": 4, "vocab_size": 128}),
+}
+SPLIT = Accumulation(micro_batch_size=2, micro_batches=2)
+CASES = {
+    "fp32": ((), (4,)),
+    "bf16": ((Precision(dtype="bf16"),), (4,)),
+    "micro-batches": ((SPLIT,), (2, 2)),
+}
+
+
+def model(name: str) -> Workload:
+    head, settings = MODELS[name]
+    return transformer(name, head, batch_size=4, seq_len=32, **settings)
+
+
+def shortened(work: Workload, decisions=(), *, sizes: tuple[int, ...] | None = None) -> StepGraph:
+    """Returns the what-if recording with a few layers of each run."""
+    return start_rehearsal(
+        work,
+        decisions,
+        BARE,
+        sizes=sizes or (work.batch_size,),
+        steps=1,
+        primed=True,
+        what_if=True,
+        runs=layer_runs(work.model),
+    ).result()
+
+
+def with_all_layers(graph: StepGraph | None, work: Workload) -> StepGraph | None:
+    for run in layer_runs(work.model):
+        graph = graph and lengthened(graph, run)
+    return graph
+
+
+@pytest.mark.slow
+@pytest.mark.thorough_after(2)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_lengthened_recording_is_the_recorded_one(name, case):
+    work, (decisions, sizes) = model(name), CASES[case]
+    assert all(takes_the_same_ops(certifying_graph(work, (), BARE), run) for run in layer_runs(work.model))
+    longer = with_all_layers(shortened(work, decisions, sizes=sizes), work)
+    full = what_if(work, decisions, sizes=sizes)
+    assert longer is not None
+    update = start_update(work, [d for d in decisions if d is not SPLIT], BARE, full.trained).result()
+    assert_equal(graft_update(longer, update), graft_update(full, update))
+    assert longer.module_types == full.module_types
+    assert set(longer.trained) == set(full.trained)
+
+
+def assert_equal(graph: StepGraph, full: StepGraph) -> None:
+    """Both have the same events from the first op of the forward on, at the same ticks."""
+    (ops, start), (all_ops, all_start) = of_step(graph), of_step(full)
+    assert (graph.live_bytes()[start:] == full.live_bytes()[all_start:]).all()
+    assert [op_at(op, start) for op in ops] == [op_at(op, all_start) for op in all_ops]
+    for op, same in zip(ops, all_ops, strict=True):
+        for indices, others in ((op.inputs, same.inputs), (op.outputs, same.outputs), (op.written, same.written)):
+            assert [storage_at(graph, i, start) for i in indices] == [storage_at(full, i, all_start) for i in others]
+        assert op.call == same.call
+        if op.forward_op is not None:
+            assert same.forward_op is not None
+            assert graph.ops[op.forward_op].tick - start == full.ops[same.forward_op].tick - all_start
+    assert saves_at(graph, start) == saves_at(full, all_start)
+    assert calls_at(graph, start) == calls_at(full, all_start)
+
+
+def of_step(graph: StepGraph) -> tuple[list[Op], int]:
+    ops = [op for op in graph.ops if op.phase is not Phase.SETUP]
+    return ops, ops[0].tick
+
+
+def op_at(op: Op, start: int) -> tuple:
+    numbers = op.flops, op.moved_bytes, op.host_bytes, op.micro_batch, op.shapes, op.kernel
+    return op.name, op.phase, op.tick - start, op.module, op.dtype, op.source, op.draws_random_numbers, *numbers
+
+
+def storage_at(graph: StepGraph, index: int, start: int) -> tuple:
+    storage = graph.storages[index]
+    lives = [(max(birth - start, 0), death - start) for birth, death in storage.lives]
+    return storage.size_bytes, storage.category, storage.name, storage.shape, storage.dtype, lives
+
+
+def saves_at(graph: StepGraph, start: int) -> list[tuple]:
+    ticks = [(save.pack, save.unpack, save.release, save.again) for save in graph.saves]
+    return [tuple(tick and tick - start for tick in each) for each in ticks]
+
+
+def calls_at(graph: StepGraph, start: int) -> list[tuple]:
+    return [(call.module, call.parent, call.start - start, call.end - start, call.obstacle) for call in graph.calls]
+
+
+# ---- models that cannot be shortened ----------------------------------------------------------------------------
+
+
+class Layers(torch.nn.Module):
+    """Identical layers, used in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(LAYERS))
+        self.scales = torch.nn.Parameter(torch.ones(2, 16))
+
+    def forward(self, x):
+        outputs = []
+        for number, layer in enumerate(self.layers):
+            x = torch.relu(layer(x))
+            if self.way == "every third is doubled" and number % 3 == 2:
+                x = x * 2
+            if self.way == "every other reads the second scale":
+                x = x * self.scales[number % 2]
+            outputs.append(x)
+        if self.way == "all outputs are summed":
+            return torch.stack(outputs).sum(0).square().mean()
+        return x.square().mean()
+
+
+def layers(way: str) -> Workload:
+    with torch.device("meta"):
+        return workload(Layers(way), torch.zeros(8, 16))
+
+
+def test_a_model_of_plain_layers_is_lengthened():
+    work = layers("one after the other")
+    longer, full = with_all_layers(shortened(work), work), what_if(work)
+    assert longer is not None
+    update = start_update(work, (), BARE, full.trained).result()
+    assert_equal(graft_update(longer, update), graft_update(full, update))
+
+
+@pytest.mark.parametrize("way", ["every third is doubled", "all outputs are summed"])
+def test_layers_that_are_used_differently_or_together_are_not_lengthened(way):
+    work = layers(way)
+    assert with_all_layers(shortened(work), work) is None
+
+
+def test_the_recording_of_the_baseline_shows_layers_that_differ():
+    """Every sixth layer of Gemma 3 attends to all tokens, and the others to a window."""
+    settings = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 0, "eos_token_id": 1}
+    work = transformer("gemma3_text", "Gemma3ForCausalLM", batch_size=2, seq_len=16, **settings)
+    (run,) = layer_runs(work.model)
+    assert not takes_the_same_ops(certifying_graph(work, (), BARE), run)
+
+
+def test_runs_are_found_by_structure():
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            same = torch.nn.Linear(8, 8)
+            self.shared = torch.nn.ModuleList([same] * LAYERS)
+            self.few = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(FEWEST - 1))
+            self.mixed = torch.nn.Sequential(
+                torch.nn.Linear(8, 16), *(torch.nn.Linear(16, 16) for _ in range(FEWEST)), torch.nn.Linear(16, 8)
+            )
+
+    (run,) = layer_runs(Net())
+    assert (run.container, run.first, run.layers) == ("mixed", 1, FEWEST)
+    assert run.left_out == FEWEST - KEPT
