@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.faults import (
+    in_bad_input,
     in_checks,
     in_command,
     in_emitter,
@@ -27,6 +28,7 @@ _LISTS = (
     in_updates,
     in_recompute,
     in_emitter,
+    in_bad_input,
     in_checks,
     in_first_step,
     in_estimates,

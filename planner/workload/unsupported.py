@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -19,14 +21,51 @@ _WAYS_OUT = {
 """Advice on tensors that cannot be rehearsed, by layout."""
 
 
-def refuse_unsupported(model: torch.nn.Module, batch_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises `WorkloadError` for TorchScript modules, for an empty batch, and for layouts that no rehearsal can hold.
+def is_coroutine_function(value: Any) -> bool:
+    """Returns True if a call of the value returns a coroutine or an asynchronous generator, and runs nothing."""
+    if isinstance(value, type):
+        return False
+    methods = (inspect.getattr_static(value, "__call__", None), getattr(value, "forward", None))
+    return any(
+        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function) for function in (value, *methods)
+    )
+
+
+def refuse_uncallable(value: Any, name: str, wanted: str) -> None:
+    """Raises `WorkloadError` if the value is no function or class, or if a call of it returns a coroutine.
+
+    Args:
+        name: what messages call the value.
+        wanted: what to give instead.
+    """
+    if not callable(value):
+        raise WorkloadError(f"{name} is of type {type(value).__name__}, not a function or class: write {wanted}")
+    if is_coroutine_function(value):
+        raise WorkloadError(
+            f"{name} is a coroutine function (`async def`), and a call of it runs nothing: write {wanted}, with `def`"
+        )
+
+
+def refuse_unsupported(
+    model: torch.nn.Module, batch_tensors: Iterable[tuple[str, torch.Tensor]], loss_fn: Any = None, step: Any = None
+) -> None:
+    """Raises `WorkloadError` for what cannot be rehearsed, before a rehearsal fails with another message.
+
+    These are TorchScript modules, coroutines, an empty batch, and layouts of tensors that no rehearsal can hold.
 
     Args:
         model: the model that is trained.
         batch_tensors: (path, tensor) for every tensor of the batch.
+        loss_fn, step: the user's functions; None if there are none.
     """
+    for function, what, wanted in (
+        (loss_fn, "the loss function", "a function of the output and the batch that returns the loss"),
+        (step, "the step function", "a function of the model, the optimizer and the batch"),
+    ):
+        if function is not None:
+            refuse_uncallable(function, what, wanted)
     for name, module in model.named_modules():
+        refuse_uncallable(module, f"the forward of module '{name}'" if name else "the model's forward", "it")
         if isinstance(module, torch.jit.ScriptModule):
             which = f"module '{name}' is" if name else "the model is"
             raise WorkloadError(
