@@ -42,4 +42,46 @@ FAULTS = (
         tests=(f"{_TEST_SAME}[no hooks for saved tensors]",),
         why="no step can be rehearsed",
     ),
+    # ---- arguments
+    Fault(
+        name="argument-types-are-not-checked",
+        path="planner/arguments.py",
+        old="            if not is_right(value):",
+        new="            if False:",
+        tests=("tests/system/test_wrong_arguments.py::test_the_message_names_the_argument_its_value_and_what_to_give",),
+        why="a wrong argument ends in an error about something else",
+    ),
+    Fault(
+        name="argument-coroutine",
+        path="planner/workload/unsupported.py",
+        old="    if is_coroutine_function(value):",
+        new="    if False:",
+        tests=("tests/system/test_wrong_arguments.py::test_the_command_refuses_a_coroutine_and_nobody_is_warned",),
+        why="Python warns that a coroutine was never awaited",
+    ),
+    Fault(
+        name="option-with-an-empty-value",
+        path="planner/cli/option_checks.py",
+        old="    _refuse_empty(options)\n",
+        new="",
+        tests=("tests/cli/test_command_errors.py::test_an_option_with_an_empty_value_is_refused[--only-]",),
+        why="an option whose variable is not set counts as not given",
+    ),
+    Fault(
+        name="time-limit-only-for-rehearsals",
+        path="planner/progress/stuck.py",
+        old="            if watch.overrun_seconds > _GRACE_SECONDS:",
+        new="            if False:",
+        tests=("tests/progress/test_stuck.py",),
+        why="code that builds a model and does not return is waited for without end",
+    ),
+    # ---- ops
+    Fault(
+        name="dtype-of-results-in-place",
+        path="planner/virtual_gpu/values/kernel_arguments.py",
+        old="    if rule.in_place:",
+        new="    if False:",
+        tests=("tests/virtual_gpu/test_kernel_arguments.py::test_what_the_check_refuses_is_what_the_kernel_refuses",),
+        why="a step that PyTorch refuses gets a certificate",
+    ),
 )
