@@ -1,15 +1,20 @@
-"""Refuses models and batches that cannot be rehearsed, before a rehearsal fails with a message about something else."""
+"""Refuses models, batches, functions and installed libraries that cannot be used, before something else fails."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import itertools
+import operator
+import sys
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from planner.errors import WorkloadError
+from planner.errors import WorkloadError, first_line
 
 _WAYS_OUT = {
     torch.sparse_csr: "convert it with .to_sparse_coo()",
@@ -19,6 +24,45 @@ _WAYS_OUT = {
     torch.jagged: "give its values and offsets, or a padded tensor and a mask",
 }
 """Advice on tensors that cannot be rehearsed, by layout."""
+
+
+_PARTS = {
+    "transformers": ("AutoConfig", "AutoModelForCausalLM", "utils.logging"),
+    "bitsandbytes": ("functional", "nn.Linear4bit", "optim.AdamW8bit"),
+    "peft": ("LoraConfig", "get_peft_model", "PeftConfig"),
+}
+"""What the planner needs of a library, by its name."""
+
+
+def library(name: str, purpose: str) -> Any:
+    """Imports a library, and returns its module.
+
+    Args:
+        purpose: what needs it, for messages.
+
+    Raises:
+        WorkloadError: the library is not installed, cannot be imported, or lacks what the planner needs.
+    """
+    if sys.modules.get(name, name) is None or (name not in sys.modules and importlib.util.find_spec(name) is None):
+        raise WorkloadError(f"{purpose} needs {name}, which is not installed: pip install {name}")
+    try:
+        module = importlib.import_module(name)
+        for part in _PARTS.get(name, ()):
+            operator.attrgetter(part)(module)
+    except Exception as error:  # a broken library may raise anything
+        raise WorkloadError(
+            f"{purpose} needs {name}, whose installation is broken or too old ({first_line(error)}): "
+            f"pip install --upgrade --force-reinstall {_raised_by(error, name)}"
+        ) from error
+    return module
+
+
+def _raised_by(error: Exception, name: str) -> str:
+    """Returns the known library whose code raised an error of an import; `name` if it was none of them."""
+    packages = [
+        frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    return next((package for package in reversed(packages) if package in _PARTS), name)
 
 
 def is_coroutine_function(value: Any) -> bool:
