@@ -47,6 +47,15 @@ class Odd:
     pass
 
 
+class Raising(dict):
+    """A mapping whose entries cannot be read."""
+
+    def __getitem__(self, key):
+        raise RuntimeError("evil")
+
+    get = __getitem__
+
+
 DAMAGES = {
     "optimizer None": (put("optimizer", None), "the optimizer's state is not a dict"),
     "optimizer empty": (put("optimizer", {}), "the optimizer's state is not a dict"),
@@ -77,6 +86,14 @@ DAMAGES = {
     "moment of another type": (put(*OF_FIRST, "exp_avg", Odd()), "is a value of type Odd"),
     "entry more": (lambda state: state["optimizer"]["state"][0].update(extra=1), "has the entries .*extra"),
     "step NaN": (put(*OF_FIRST, "step", torch.tensor(math.nan)), "contains NaN"),
+    "step negative": (put(*OF_FIRST, "step", torch.tensor(-5.0)), "'step' in .* contains negative or infinite values"),
+    "step infinite": (put(*OF_FIRST, "step", torch.tensor(math.inf)), "'step' in .* contains negative or infinite"),
+    "squares negative": (put(*OF_FIRST, "exp_avg_sq", lambda t: -1 - t), "'exp_avg_sq' in .* contains negative"),
+    "rate without end": (put("optimizer", "param_groups", 0, "lr", 10**400), "cannot be read .OverflowError"),
+    "mapping that raises": (
+        put("optimizer", "param_groups", [Raising(params=[])]),
+        "cannot be read .RuntimeError: evil",
+    ),
     "step of text": (put(*OF_FIRST, "step", "1"), "'step' in"),
     "parameter missing": (drop("optimizer", "state", 3), "is missing"),
     "parameter unknown": (lambda state: state["optimizer"]["state"].update({99: {}}), "parameter 99, which is unknown"),
