@@ -96,20 +96,4 @@ FAULTS = (
         new="letter",
         why="names control the terminal",
     ),
-    _fault(
-        name="command-numbers",
-        kind="option",
-        path="planner/cli/run_options.py",
-        old="_MOST = 2**31 - 1",
-        new="_MOST = 10**60",
-        why="a batch size that no tensor can have counts as a bug of the planner",
-    ),
-    _fault(
-        name="command-long-names",
-        kind="option",
-        path="planner/cli/output_files.py",
-        old="    except (OSError, ValueError) as error:  # such as a name that is too long, or with a null character",
-        new="    except ValueError as error:",
-        why="a name that the system refuses counts as a bug of the planner",
-    ),
 )
