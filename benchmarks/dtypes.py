@@ -1,8 +1,8 @@
 """Finds ops that fakes take with a dtype that PyTorch's kernels refuse.
 
 A rehearsal runs a step on fake tensors. If a fake takes what a kernel refuses, a step that cannot run gets a plan.
-This runs the ops of PyTorch's own test data base on a CPU, each with one tensor after another in another dtype, beside
-the same call on fakes with the rehearsal's own check (`refuse_arguments`).
+This runs the ops of PyTorch's own test data base on a CPU, each with one tensor after another in another dtype, and
+the same calls on fakes with the rehearsal's own check (`refuse_arguments`).
 
     pip install expecttest                 # PyTorch's test data base imports it
     python -m benchmarks.dtypes            # about a minute; prints one line for each op that differs, and a count

@@ -31,7 +31,7 @@ _PARTS = {
     "bitsandbytes": ("functional", "nn.Linear4bit", "optim.AdamW8bit"),
     "peft": ("LoraConfig", "get_peft_model", "PeftConfig"),
 }
-"""What the planner needs of a library, by its name."""
+"""Parts that the planner needs of a library, by its name."""
 
 
 def library(name: str, purpose: str) -> Any:
@@ -76,7 +76,7 @@ def is_coroutine_function(value: Any) -> bool:
 
 
 def refuse_uncallable(value: Any, name: str, wanted: str) -> None:
-    """Raises `WorkloadError` if the value is no function or class, or if a call of it returns a coroutine.
+    """Raises `WorkloadError` if the value is not a function or class, or if a call of it returns a coroutine.
 
     Args:
         name: what messages call the value.
