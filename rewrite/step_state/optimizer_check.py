@@ -152,6 +152,8 @@ def _refuse_value(value: Any, wanted: Any, parameter: torch.Tensor, where: str) 
     if not isinstance(value, (torch.Tensor, bool, str, list, tuple, Mapping, type(None))) and not is_number(value):
         raise refuse(where, f"is {shown(value)}")
     if isinstance(wanted, torch.Tensor) and wanted.dim() == 0 and is_number(value):
+        if not 0 <= value < math.inf:
+            raise refuse(where, f"is {shown(value)}, not a number of steps")
         return  # torch makes a tensor of a number of steps that an older version saved
     if isinstance(wanted, torch.Tensor):
         if not isinstance(value, torch.Tensor) or value.shape != wanted.shape or value.dtype != wanted.dtype:

@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import PlanFileError, plain_line
 
+_MOST_STEPS = 2**31 - 1
+"""Maximum of the numbers of steps of a gradient scaler, which are in tensors of int32."""
 _AT_ONCE = 1 << 22
 """Elements of a tensor that are checked at once, so that the check of a large tensor needs little memory."""
 
@@ -68,6 +70,8 @@ def refuse_scaler_state(state: Any, scaler: torch.amp.GradScaler) -> None:
             raise refuse(f"'{name}' of the gradient scaler", f"is {shown(value)}, not a positive number")
         if isinstance(present[name], int) and not isinstance(value, int):
             raise refuse(f"'{name}' of the gradient scaler", f"is {shown(value)}, not an integer")
+        if isinstance(present[name], int) and value > _MOST_STEPS:
+            raise refuse(f"'{name}' of the gradient scaler", "is larger than its tensor can hold")
 
 
 def refuse_scheduler_state(state: Any, scheduler: LRScheduler) -> None:
