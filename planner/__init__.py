@@ -164,12 +164,14 @@ def plan(
         planner.errors.TimeLimitError: the time was over before any plan was certified.
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
+    from planner.arguments import check_arguments
     from planner.ask import LiveWorkload, Question, ask
     from planner.plan_types.constraints import parse_constraints
     from planner.space.own_sharding import reference_of
     from planner.space.sharding import several_cards
     from planner.whole_run.request import RunRequest
 
+    check_arguments(locals())
     constraints = parse_constraints(
         fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown, margin=margin
     )
@@ -240,9 +242,11 @@ def tradeoff(
         planner.errors.TimeLimitError: the time was over before any plan was certified.
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
+    from planner.arguments import check_arguments
     from planner.ask import LiveWorkload, Question, ask
     from planner.plan_types.constraints import parse_constraints
 
+    check_arguments(locals())
     constraints = parse_constraints(
         fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown, margin=margin
     )
@@ -279,9 +283,11 @@ def record(
     Raises:
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
+    from planner.arguments import check_arguments
     from planner.ask import LiveWorkload, Question, ask
     from planner.fx_graph import to_fx
 
+    check_arguments(locals())
     work = LiveWorkload(model=model, batch=batch, loss_fn=loss_fn, step=step, optimizer=optimizer)
     return to_fx(ask(Question(work=work, gpu=gpu), progress=False, time_limit=None))
 

@@ -17,6 +17,10 @@ class WorkloadError(StepError):
     """The model reference, the batch or the loss function cannot be used."""
 
 
+class ArgumentError(WorkloadError, TypeError):
+    """An argument of a function has the wrong type."""
+
+
 class SizeError(PlannerError):
     """The memory size cannot be parsed."""
 

@@ -10,6 +10,7 @@ The environment variable PLANNER_START_METHOD overrides the choice: 'fork' or 's
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -22,6 +23,7 @@ import torch
 from planner.errors import RehearsalProcessError, TimeLimitError
 from planner.progress import TimeIsUp, Watch
 from planner.spawned import CannotBeSentError, NewProcess, Send
+from planner.spawned.surroundings import default_card, set_aside
 from planner.virtual_gpu.forked_process import BackwardInForkError
 
 T = TypeVar("T")
@@ -38,7 +40,8 @@ def in_safe_process(function: Callable[[Watch], T], watch: Watch) -> T:
     """Returns `function(watch)`, computed in this process if it can be forked safely, else in a new process.
 
     Args:
-        function: a function that forks rehearsals, with everything it needs bound to it.
+        function: a function that forks rehearsals, with everything it needs bound to it. It runs without the contexts
+            that the caller has entered (`planner.spawned.surroundings`).
         watch: limits the time, and receives progress, also that of the new process.
 
     Raises:
@@ -46,6 +49,18 @@ def in_safe_process(function: Callable[[Watch], T], watch: Watch) -> T:
         RehearsalProcessError: the function cannot be sent to a new process, or that process ended without an answer.
         TimeIsUp: the time was up.
     """
+    device = default_card()
+    with set_aside():
+        return _in_safe_process(functools.partial(_with_device, function, device), watch)
+
+
+def _with_device(function: Callable[[Watch], T], device: str | None, watch: Watch) -> T:
+    """Calls the function with the caller's default device, which a new process does not have."""
+    with contextlib.nullcontext() if device is None or default_card() is not None else torch.device(device):
+        return function(watch)
+
+
+def _in_safe_process(function: Callable[[Watch], T], watch: Watch) -> T:
     method = os.environ.get("PLANNER_START_METHOD", "auto")
     if method == "fork" or not hasattr(os, "fork"):
         return function(watch)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from planner.errors import WorkloadError
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import with_whole_batch
 from planner.plan_types.decision_base import (
@@ -34,6 +34,7 @@ from planner.virtual_gpu.backend import Target
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.call_convention import loss_of
 from planner.workload.optimizer_choice import for_copies
+from planner.workload.unsupported import library
 from planner.workload.workload import Workload, resized
 
 RunActivity = Callable[[torch.nn.Module, Any, Callable[[], contextlib.AbstractContextManager], MakeBatch], object]
@@ -373,7 +374,11 @@ def _rewriter(workload: Workload, decisions: Sequence[Decision]) -> Callable[[to
 
 
 def _import_once(decisions: Sequence[Decision]) -> None:
-    """Import modules in this process that each child process would otherwise import again."""
+    """Import modules in this process that each child process would otherwise import again.
+
+    If a library cannot be used, the child process that needs it says so.
+    """
     for decision in decisions:
         for package in decision.required_packages:
-            importlib.import_module(package)
+            with contextlib.suppress(WorkloadError):
+                library(package, decision.kind)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from benchmarks.faults import (
+    in_bad_input,
     in_checks,
     in_command,
     in_emitter,
     in_estimates,
     in_first_step,
+    in_fuzzed,
     in_losses,
     in_page,
     in_ranks,
@@ -27,8 +29,10 @@ _LISTS = (
     in_updates,
     in_recompute,
     in_emitter,
+    in_bad_input,
     in_checks,
     in_first_step,
+    in_fuzzed,
     in_estimates,
     in_workspaces,
     in_runs,

@@ -2,7 +2,7 @@
 
 Exit code 0: the plan fits, and --verify (if given) confirmed it; 1: no plan fits, or --verify found that training takes
 more memory than the planner predicts or gives other results; 2: the command could not run, or its time limit was over
-before any plan was certified.
+before any plan was certified; 3: the machine ended a process of the planner, or started none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
@@ -26,7 +26,15 @@ from planner.cli.hub import refuse_unreachable
 from planner.cli.option_checks import emitted_form, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.cli.options import parser
 from planner.cli.output_files import refuse_to_overwrite
-from planner.errors import BudgetError, MachineError, PlannerError, WorkloadError, first_line, plain_line
+from planner.errors import (
+    BudgetError,
+    MachineError,
+    PlannerError,
+    TimeLimitError,
+    WorkloadError,
+    first_line,
+    plain_line,
+)
 from planner.files.writing import write_atomically
 from planner.plan_types.decision_base import cards_of
 from planner.plan_types.plan import SCHEMA_VERSION
@@ -35,6 +43,7 @@ from planner.plan_types.words import DEFAULT_SECONDS
 from planner.progress import Watch, streams
 from planner.progress.display import shown
 from planner.progress.durations import parse_duration
+from planner.progress.stuck import ended_if_stuck
 
 if TYPE_CHECKING:
     from planner.plan_types.plan import Plan
@@ -84,13 +93,14 @@ def _on_model(words: list[str], out: TextIO) -> int:
         is_shown = not (options.json or options.quiet)
         # The model's code may print, and must not mix with the answer.
         with (
+            _ending_at_once(options, out) as end,
             streams.only_in_this_process(COULD_NOT_RUN),
             streams.standard_output_to_error(),
             streams.without_sudden_exit(),
             shown(is_shown) as report,
         ):
             watch = Watch(seconds=_limit_seconds(options), report=report)
-            answer = _answer(options, watch)
+            answer = _answer(options, watch, lambda: end(watch))
             afterwards = Watch(report=report, elapsed_seconds=watch.elapsed_seconds)
             lines = _lines_to_paste(answer, options)
             written = _write(answer, options, afterwards)
@@ -229,8 +239,12 @@ def _limit_seconds(options: argparse.Namespace) -> float | None:
     return options.seconds or DEFAULT_SECONDS if options.tradeoff else None
 
 
-def _answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
-    """Check the options, then import torch and plan. The check comes first, since importing torch takes seconds."""
+def _answer(options: argparse.Namespace, watch: Watch, end: Callable[[], None]) -> Plan | Tradeoff:
+    """Check the options, then import torch and plan. The check comes first, since importing torch takes seconds.
+
+    Args:
+        end: ends the process. It is called if the time limit is over and the model's code does not return.
+    """
     refuse_to_overwrite(options)
     refuse_what_does_not_go_together(options)
     refuse_unknown_values(options)
@@ -238,10 +252,31 @@ def _answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     for library in ("bitsandbytes", "transformers"):
         logging.getLogger(library).setLevel(logging.ERROR)
     watch.stage("loading torch")
-    with _ended_by_ctrl_c(watch):
+    with _ended_by_ctrl_c(watch), ended_if_stuck(watch, end):
         from planner.cli import answer
 
         return answer.answer(options, watch)
+
+
+@contextlib.contextmanager
+def _ending_at_once(options: argparse.Namespace, out: TextIO) -> Iterator[Callable[[Watch], None]]:
+    """Yield a function that ends the process from any thread, with the line and the code of an exceeded time limit."""
+    leave, output = os._exit, os.dup(1)  # both are replaced while the model's code runs
+
+    def end(watch: Watch) -> None:
+        os.dup2(output, 1)
+        error = TimeLimitError(
+            f"planning ended {watch.cause} before the model was built: give more time (--time-limit), or a function "
+            "that only builds the model"
+        )
+        code = _refuse(error, as_json=options.json, out=out)
+        out.flush()
+        leave(code)
+
+    try:
+        yield end
+    finally:
+        os.close(output)
 
 
 @contextlib.contextmanager

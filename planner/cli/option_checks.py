@@ -17,9 +17,10 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
     """Refuse options that cannot be combined with --tradeoff, --largest-batch or --smallest-card, or that need one.
 
     Raises:
-        WorkloadError: two options cannot be combined, or an option lacks another one that it needs; the message names
-            both.
+        WorkloadError: two options cannot be combined, an option lacks another one that it needs, or its value is empty;
+            the message names them.
     """
+    _refuse_empty(options)
     used = {name for name, value in vars(options).items() if value}
     question = next((name for name in _QUESTIONS if name in used), None)
     for name in sorted(used):
@@ -56,6 +57,18 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
     _refuse_for_program(options, used)
     if question == "largest_batch" and "vram" not in used:
         raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
+
+
+def _refuse_empty(options: argparse.Namespace) -> None:
+    """Refuse options whose value is an empty text, as from a variable of a shell that is not set.
+
+    Raises:
+        WorkloadError: the message names the option.
+    """
+    for name, value in vars(options).items():
+        texts = value if isinstance(value, list) else [value]
+        if name not in _MAY_BE_EMPTY and any(isinstance(text, str) and not text.strip(" ,") for text in texts):
+            raise WorkloadError(f"{option(name)} has an empty value: give one, or leave {option(name)} out")
 
 
 def _refuse_for_cards(options: argparse.Namespace, used: set[str]) -> None:
@@ -131,6 +144,8 @@ def refuse_unknown_values(options: argparse.Namespace) -> None:
 
 _EMITTED_FORMS: dict[str, Literal["json", "config"]] = {".json": "json", ".yaml": "config", ".yml": "config"}
 """Forms of emitted files by the endings of their names in lower case. A file with another ending is a Python file."""
+_MAY_BE_EMPTY = ("alloc_conf", "arguments")
+"""Options whose value may be empty: it stands for PyTorch's defaults, or is an argument of the user's script."""
 _OF_RUN = ("lengths", "pad_to_multiple_of", "eval_batch_size", "eval_samples", "between")
 """Options that describe the whole run."""
 _OUR_BATCH = "the program makes batches of token ids and attention masks, padded to --seq-len"

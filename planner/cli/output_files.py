@@ -21,6 +21,8 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
     Raises:
         PlanFileError: an output file is refused; the message names it.
     """
+    if options.snapshot is not None and not options.snapshot.name:  # '.' or '/'
+        raise PlanFileError(f"'{options.snapshot}' cannot be written: it is a folder; name a file in it")
     snapshots = (None, None) if options.snapshot is None else (options.snapshot, baseline_path(options.snapshot))
     given = (options.save, options.emit, options.report, options.svg, *snapshots)
     targets = [os.path.realpath(path) for path in given if path is not None]

@@ -16,7 +16,7 @@ import types
 import typing
 from typing import Any
 
-from planner.files.fields import ANY_NUMBER, LEAST
+from planner.files.fields import ANY_NUMBER, GREATEST, LEAST, MOST
 from planner.plan_types.categories import Category
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.plan import SCHEMA_VERSION, Footprint, Plan
@@ -91,16 +91,16 @@ def _property(kind: Any, name: str) -> dict[str, Any]:
     note = _notes(kind).get(name)
     schema = _schema(typing.get_type_hints(kind)[name])
     if name not in ANY_NUMBER:
-        schema = _with_least(schema, LEAST.get(name, 0))
+        schema = _with_limits(schema, {"minimum": LEAST.get(name, 0), "maximum": GREATEST.get(name, MOST)})
     return schema | ({"description": note} if note else {})
 
 
-def _with_least(schema: dict[str, Any], least: int) -> dict[str, Any]:
-    """Returns a schema with the smallest whole number that its integers may be. References are left as they are."""
+def _with_limits(schema: dict[str, Any], limits: dict[str, int]) -> dict[str, Any]:
+    """Returns a schema with limits on its integers, such as {"minimum": 0}. References are left as they are."""
     if schema.get("type") == "integer":
-        return schema | {"minimum": least}
+        return schema | limits
     nested = {
-        key: [_with_least(part, least) for part in value] if isinstance(value, list) else _with_least(value, least)
+        key: [_with_limits(part, limits) for part in value] if isinstance(value, list) else _with_limits(value, limits)
         for key, value in schema.items()
         if key in ("anyOf", "items", "prefixItems") or (key == "additionalProperties" and isinstance(value, dict))
     }

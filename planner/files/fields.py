@@ -14,6 +14,14 @@ MOST = 2**63 - 1
 """Largest whole number in a file. Sizes in bytes and numbers of elements above it cannot exist."""
 LEAST = {"batch_size": 1, "seq_len": 1, "cards_per_node": 1, "ignored": -MOST}
 """By name of a field, its smallest whole number; 0 for other fields."""
+GREATEST = {
+    **dict.fromkeys(("batch_size", "micro_batch_size", "micro_batches", "seq_len", "lengths", "multiple"), 2**31 - 1),
+    **dict.fromkeys(("eval_batch_size", "eval_samples", "samples", "steps"), 2**31 - 1),
+    **dict.fromkeys(("cards_per_node", "mesh", "rank"), 2**20),
+    "chunks": 1024,
+}
+"""By name of a field, its largest whole number; `MOST` for other fields. These numbers are sizes of tensors, or say how
+often something runs."""
 ANY_NUMBER = ("values",)
 """Fields with numbers of the user's own, which may be of any size and sign."""
 
@@ -32,7 +40,7 @@ def check_field_types(record: Any, path: str = "") -> None:
         value = getattr(record, name)
         _check(value, hint, f"{path}{name}")
         if name not in ANY_NUMBER:
-            _check_range(value, LEAST.get(name, 0), f"{path}{name}")
+            _check_range(value, (LEAST.get(name, 0), GREATEST.get(name, MOST)), f"{path}{name}")
 
 
 @functools.cache
@@ -58,17 +66,17 @@ def _check(value: Any, hint: Any, path: str) -> None:
     raise TypeError(f"{path} is {repr(value)[:80]}")
 
 
-def _check_range(value: Any, least: int, path: str) -> None:
-    """Checks a number, or the numbers in a tuple or a dict."""
+def _check_range(value: Any, limits: tuple[int, int], path: str) -> None:
+    """Checks a number, or the numbers in a tuple or a dict. `limits` are the smallest and the largest whole number."""
     if isinstance(value, (tuple, list)):
         for part in value:
-            _check_range(part, least, path)
+            _check_range(part, limits, path)
     elif isinstance(value, Mapping):
         for part in value.values():
-            _check_range(part, least, path)
+            _check_range(part, limits, path)
     elif isinstance(value, float) and not math.isfinite(value):
         raise TypeError(f"{path} is {value!r}, not a finite number")
-    elif type(value) is int and not least <= value <= MOST:
+    elif type(value) is int and not limits[0] <= value <= limits[1]:
         raise TypeError(f"{path} is {value if abs(value) <= MOST else 'a number of too many digits'}, out of range")
 
 

@@ -22,6 +22,7 @@ from planner.recording.recorder import Recorder
 from planner.recording.repetition import MOST_CALLS, Repetition
 from planner.recording.step_graph import TWO_STEPS, Category, Schedule, StepGraph, first_steps
 from planner.recording.virtual_batch import learn_values, virtual_batch
+from planner.spawned.surroundings import set_aside
 from planner.virtual_gpu import backend, fake_tensor_cache, kernels, library_patches, quantized_weights, ranks, rnn
 from planner.virtual_gpu.cuda_functions import empty_cache
 from planner.virtual_gpu.forked_process import Child, Refuse
@@ -114,14 +115,11 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
     """
     gc.freeze()
     gc.disable()
-    # The user's own debugging around the call is not part of the step: NaN is not looked for, nothing is packed.
-    torch.autograd.set_detect_anomaly(False)
-    while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are reported in one line
     autocast = None if target.device == "cpu" else backend.install(target)
     library_patches.let_libraries_take_fakes_for_real(target.device)
     with (
+        set_aside(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),

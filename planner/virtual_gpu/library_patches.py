@@ -86,7 +86,7 @@ def _let_bitsandbytes_make_its_tables(device: str) -> None:
     The optimizer then moves them to its device. In a rehearsal for the CPU, where nothing is moved, fake tables replace
     them. Does nothing if bitsandbytes is not imported.
     """
-    if "bitsandbytes" not in sys.modules:  # An import would take longer than many rehearsals.
+    if "bitsandbytes.functional" not in sys.modules:  # An import would take longer than many rehearsals.
         return
     _let_bitsandbytes_page_its_state()
     optimizer = importlib.import_module("bitsandbytes.optim.optimizer")

@@ -134,7 +134,7 @@ def register(capability: tuple[int, int], sm_count: int, route: Callable[[str, C
         capability, sm_count: compute capability and number of multiprocessors of the card.
         route: registers a function that runs instead of an op (`backend.route`).
     """
-    if "bitsandbytes" not in sys.modules:
+    if "bitsandbytes.functional" not in sys.modules:
         return
     ops = torch.ops.bitsandbytes
     if hasattr(ops, "gemm_4bit"):

@@ -12,6 +12,7 @@ import torch
 
 from planner.errors import WorkloadError, first_line
 from planner.plan_types.adapter import Adapter, compute_dtype, quantization_options
+from planner.workload.unsupported import library
 from planner.workload.workload import Workload
 
 
@@ -82,7 +83,7 @@ def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _adapted(model: Any, adapter: Adapter, dtype: str, *, upcasts: bool) -> torch.nn.Module:
-    peft = _library("peft", "LoRA")
+    peft = library("peft", "LoRA")
     layers = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _takes_adapters(part)})
     if adapter.is_quantized:
         if adapter.is_dora and any(parameter.is_meta for parameter in model.parameters()):
@@ -120,8 +121,8 @@ def _adapted(model: Any, adapter: Adapter, dtype: str, *, upcasts: bool) -> torc
 
 def _quantize(model: Any, dtype: str) -> None:
     """Replaces the linear layers by 4-bit layers, except for those that transformers leaves in higher precision."""
-    bitsandbytes = _library("bitsandbytes", "4-bit weights")
-    transformers: Any = importlib.import_module("transformers")
+    bitsandbytes = library("bitsandbytes", "4-bit weights")
+    transformers = library("transformers", "4-bit weights")
     integrations: Any = importlib.import_module("transformers.integrations")
     quantizer: Any = importlib.import_module("transformers.quantizers.base").HfQuantizer
     layers = dict(model.named_modules())
@@ -148,10 +149,3 @@ def _quantize(model: Any, dtype: str) -> None:
 def _takes_adapters(module: torch.nn.Module) -> bool:
     """True for linear layers, also for those of GPT-2, whose weights transformers stores transposed."""
     return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _library(name: str, purpose: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise WorkloadError(f"{purpose} needs {name}, which is not installed: pip install {name}") from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -115,6 +116,8 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
     else:
         loss = output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        if inspect.iscoroutine(loss):
+            loss.close()  # else Python warns that nobody has awaited it
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         if loss_fn is not None:
             raise WorkloadError(

@@ -30,6 +30,7 @@ from planner.workload.transformers_models import (
     transformers_config,
     transformers_model,
 )
+from planner.workload.unsupported import refuse_uncallable
 from planner.workload.workload import Workload, main_dtype, resized, workload
 
 DEFAULT_SEQ_LEN = 512
@@ -358,11 +359,7 @@ def load_callable(reference: str, *, again: bool = True) -> Callable[..., Any]:
         offered = ", ".join(sorted(name for name in own if not name.startswith("_"))[:8])
         remedy = f"choose from {offered}" if offered else "define a function there that returns the model"
         raise WorkloadError(f"'{location}' has no '{name}': {remedy}")
-    if not callable(target):
-        raise WorkloadError(
-            f"'{reference}' is of type {type(target).__name__}, not a function or class: write a function that returns "
-            "the model"
-        )
+    refuse_uncallable(target, f"'{reference}'", "a function that returns the model")
     return target
 
 

@@ -12,6 +12,7 @@ import torch
 
 from planner.errors import WorkloadError
 from planner.plan_types.words import OptimizerName
+from planner.workload.unsupported import library
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 OptimizerSpec = str | torch.optim.Optimizer | MakeOptimizer
@@ -45,14 +46,10 @@ class OptimizerByName:
 
     @property
     def kind(self) -> type[torch.optim.Optimizer]:
-        """The class. Raises `WorkloadError` if its package is not installed."""
+        """The class. Raises `WorkloadError` if its package is not installed, or cannot be used."""
         module, _, name = self.path.rpartition(".")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except ImportError:
-            raise WorkloadError(
-                f"{self.path} needs {self.library}, which is not installed: pip install {self.library}"
-            ) from None
+        library(self.library, self.path)
+        return getattr(importlib.import_module(module), name)
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Creates the optimizer over these parameters."""

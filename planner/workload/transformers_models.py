@@ -17,6 +17,7 @@ from planner.plan_types.adapter import Adapter
 from planner.plan_types.plan import TrainingProgram
 from planner.workload.adapters import adapted
 from planner.workload.programs import PROGRAMS
+from planner.workload.unsupported import library
 
 _LENGTH_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 """Attributes of configs with the maximum number of tokens in a sample. A model has one of them, or none."""
@@ -140,12 +141,7 @@ def transformers_config(reference: str, forms: str) -> Any:
     Raises:
         WorkloadError: there is no such config, or transformers is not installed.
     """
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError:
-        raise WorkloadError(
-            f"model '{reference}' needs transformers, which is not installed: pip install transformers"
-        ) from None
+    transformers = library("transformers", f"model '{reference}'")
     transformers.utils.logging.set_verbosity_error()
     path = pathlib.Path(reference)
     file = path / "config.json" if path.is_dir() else path

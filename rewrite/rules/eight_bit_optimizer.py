@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from planner.errors import DecisionError
+from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode
@@ -19,6 +19,7 @@ from planner.rewrite.rewriting import Rewriting
 from planner.workload.call_convention import Calling
 from planner.workload.optimizer_choice import OPTIMIZERS
 from planner.workload.torch_optimizers import has_scheduler, has_step_hooks, sparse_lookups
+from planner.workload.unsupported import library
 
 _TAKEN_OVER = ("lr", "betas", "eps", "weight_decay")
 """Hyperparameters that are copied from each parameter group of the replaced optimizer."""
@@ -55,12 +56,9 @@ def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
 
 def _bitsandbytes() -> Any:
     try:
-        import bitsandbytes
-    except ImportError as error:
-        raise DecisionError(
-            f"optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes, or forbid 8bit-optimizer"
-        ) from error
-    return bitsandbytes
+        return library("bitsandbytes", "optimizer adamw8bit")
+    except WorkloadError as error:
+        raise DecisionError(f"{error}, or forbid 8bit-optimizer") from error
 
 
 def _refuse_what_cannot_be_taken_over(optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from planner.plan_types.decisions import Decision
 from planner.plan_types.fingerprint import plan_fingerprint
 from planner.plan_types.techniques import decision_from_json
 from planner.rewrite.step_state.optimizer_check import refuse_optimizer_state
-from planner.rewrite.step_state.values import refuse_scaler_state, refuse_scheduler_state
+from planner.rewrite.step_state.values import refuse, refuse_scaler_state, refuse_scheduler_state
 
 _KEYS = {"plan", "decisions", "optimizer_class", "optimizer", "scaler"}
 
@@ -135,6 +135,20 @@ def refuse_mismatch(
     decisions: Sequence[Decision],
 ) -> None:
     """Raise `PlanFileError` if what `saved` returned does not fit this step. Everything in it is checked."""
+    try:
+        _refuse_mismatch(state, module, optimizer, scaler, scheduler, decisions)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise refuse("the state", f"cannot be read ({first_line(error)})") from error
+
+
+def _refuse_mismatch(
+    state: Mapping[str, Any],
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    scheduler: LRScheduler | None,
+    decisions: Sequence[Decision],
+) -> None:
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
         raise PlanFileError("this is not the state of a training step: give what its state_dict() returned")
     if not isinstance(state["plan"], str) or state["plan"] != plan_fingerprint(decisions, module):

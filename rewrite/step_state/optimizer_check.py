@@ -20,6 +20,8 @@ from planner.rewrite.step_state.values import is_number, refuse, refuse_bad_tens
 _WITHOUT_DATA = ("ASGD", "Adafactor", "LBFGS", "SparseAdam")
 """Optimizers of torch whose step reads values or needs special gradients, so that it does not run without data."""
 _KERNEL = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+_NEVER_NEGATIVE = ("step", "exp_avg_sq", "max_exp_avg_sq", "square_avg")
+"""Entries of the state of optimizers that are counts, or averages of squares."""
 _NESTED = "__bnb_optimizer_quant_state__"
 """bitsandbytes puts the tensors of quantized state into one more dict of this name."""
 _BLOCK = 256
@@ -140,15 +142,18 @@ def _refuse_entry(entry: Mapping[str, Any], parameter: torch.Tensor, wanted: Map
     if wanted and flat.keys() != wanted.keys():
         raise refuse(where, f"has the entries {', '.join(sorted(flat))[:80]}, not {', '.join(sorted(wanted))}")
     for name, value in flat.items():
+        is_negative_allowed = name not in _NEVER_NEGATIVE
+        if isinstance(value, torch.Tensor):
+            refuse_bad_tensor(value, f"'{name}' in {where}", is_negative_allowed=is_negative_allowed)
         _refuse_value(value, wanted.get(name), parameter, f"'{name}' in {where}")
 
 
 def _refuse_value(value: Any, wanted: Any, parameter: torch.Tensor, where: str) -> None:
-    if isinstance(value, torch.Tensor):
-        refuse_bad_tensor(value, where)
-    elif not isinstance(value, (bool, str, list, tuple, Mapping, type(None))) and not is_number(value):
+    if not isinstance(value, (torch.Tensor, bool, str, list, tuple, Mapping, type(None))) and not is_number(value):
         raise refuse(where, f"is {shown(value)}")
     if isinstance(wanted, torch.Tensor) and wanted.dim() == 0 and is_number(value):
+        if not 0 <= value < math.inf:
+            raise refuse(where, f"is {shown(value)}, not a number of steps")
         return  # torch makes a tensor of a number of steps that an older version saved
     if isinstance(wanted, torch.Tensor):
         if not isinstance(value, torch.Tensor) or value.shape != wanted.shape or value.dtype != wanted.dtype:

@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import PlanFileError, plain_line
 
+_MOST_STEPS = 2**31 - 1
+"""Maximum of the numbers of steps of a gradient scaler, which are in tensors of int32."""
 _AT_ONCE = 1 << 22
 """Elements of a tensor that are checked at once, so that the check of a large tensor needs little memory."""
 
@@ -37,8 +39,12 @@ def shown(value: Any) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-def refuse_bad_tensor(tensor: torch.Tensor, where: str) -> None:
-    """Raise `PlanFileError` if a tensor of a saved state has no values, is not strided, or contains NaN."""
+def refuse_bad_tensor(tensor: torch.Tensor, where: str, *, is_negative_allowed: bool = True) -> None:
+    """Raise `PlanFileError` if a tensor of a saved state has no values, is not strided, or contains NaN.
+
+    Args:
+        is_negative_allowed: False to refuse negative and infinite values, too.
+    """
     if tensor.is_meta:
         raise refuse(where, "is on the meta device and has no values")
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -47,8 +53,11 @@ def refuse_bad_tensor(tensor: torch.Tensor, where: str) -> None:
     if not (local.is_floating_point() or local.is_complex()):
         return
     for part in local.detach().reshape(-1).split(_AT_ONCE):
-        if part.numel() and bool((part.float() if part.element_size() == 1 else part).isnan().any()):
+        numbers = part.float() if part.element_size() == 1 else part
+        if numbers.numel() and bool(numbers.isnan().any()):
             raise refuse(where, "contains NaN")
+        if numbers.numel() and not is_negative_allowed and not bool(((numbers >= 0) & numbers.isfinite()).all()):
+            raise refuse(where, "contains negative or infinite values, which it never has")
 
 
 def refuse_scaler_state(state: Any, scaler: torch.amp.GradScaler) -> None:
@@ -61,6 +70,8 @@ def refuse_scaler_state(state: Any, scaler: torch.amp.GradScaler) -> None:
             raise refuse(f"'{name}' of the gradient scaler", f"is {shown(value)}, not a positive number")
         if isinstance(present[name], int) and not isinstance(value, int):
             raise refuse(f"'{name}' of the gradient scaler", f"is {shown(value)}, not an integer")
+        if isinstance(present[name], int) and value > _MOST_STEPS:
+            raise refuse(f"'{name}' of the gradient scaler", "is larger than its tensor can hold")
 
 
 def refuse_scheduler_state(state: Any, scheduler: LRScheduler) -> None:

@@ -443,3 +443,17 @@ def test_lines_in_a_log_stay_whole(tmp_path, monkeypatch, capsys):
     )
     assert main(["net.py:build", "--gpu", "bare", "--vram", "1GiB"]) == 0
     assert any("solver: " in line and "torch " in line for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("value", ["", "  ", ","])
+@pytest.mark.parametrize("option", ["--only", "--force", "--optimizer", "--gpu", "--vram", "--by-sample", "--value"])
+def test_an_option_with_an_empty_value_is_refused(option, value, folder, capsys):
+    assert main(["net.py:build", "-q", option, value]) == 2
+    assert f"plan: {option} has an empty value: give one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--save", "--emit", "--report", "--svg", "--snapshot"])
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_folder_is_no_output_file(option, path, folder, capsys):
+    assert main(["net.py:build", option, path, "--tradeoff"]) == 2
+    assert "cannot be written: it is a folder; name a file in it" in capsys.readouterr().err

@@ -211,3 +211,21 @@ def test_a_saved_plan_of_a_function_needs_trust(tmp_path, monkeypatch, capsys):
     assert main(["plan.json", "--trust-reference", "-q"]) == 0
     assert pathlib.Path("ran").exists()
     assert Plan.load("plan.json").model.reference == reference
+
+
+NEVER_RETURNS = {
+    "while True: pass": "a loop",
+    "__import__('time').sleep(10**6)": "a wait",
+    "__import__('ctypes').CDLL(None).sleep(10**6)": "a wait in C",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forms", [["--json"], ["-q", "--vram", "1GiB"]])
+@pytest.mark.parametrize("misbehaviour", NEVER_RETURNS)
+def test_the_time_limit_also_ends_code_that_builds_no_model(misbehaviour, forms, tmp_path):
+    result = run(model(tmp_path, misbehaviour), "--gpu", "bare", "--time-limit", "1s", *forms)
+    message = "planning ended after the time limit of 1 s before the model was built: give more time (--time-limit)"
+    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+    if "--json" in forms:
+        assert json.loads(result.stdout)["error"]["type"] == "TimeLimitError"

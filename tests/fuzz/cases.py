@@ -57,6 +57,12 @@ def damaged(data: Any, rng: random.Random) -> Any:
 
 def _place(data: Any, rng: random.Random) -> tuple[Any, Any]:
     """Returns a container in the data, and one of its keys; (None, None) if there is no container with a key."""
+    places = _all_places(data)
+    return rng.choice(places) if places else (None, None)
+
+
+def _all_places(data: Any) -> list[tuple[Any, Any]]:
+    """Returns (container, key) for every value in nested data."""
     places = []
     waiting = [data]
     while waiting:
@@ -64,7 +70,7 @@ def _place(data: Any, rng: random.Random) -> tuple[Any, Any]:
         keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
         places += [(value, key) for key in keys]
         waiting += [value[key] for key in keys]
-    return rng.choice(places) if places else (None, None)
+    return places
 
 
 def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
@@ -85,6 +91,36 @@ def plan_file(rng: random.Random, folder: pathlib.Path) -> None:
     """A plan file is refused with a line, or can be shown, saved, and emitted without code of its own."""
     data = json.loads(json.dumps(rng.choice([example, full_example])().to_json()))
     content = in_ascii(damaged(data, rng)) if rng.random() < 0.8 else damaged_bytes(in_ascii(data), rng)
+    _use_plan_file(folder, content)
+
+
+ALIKE: dict[type, tuple[Any, ...]] = {
+    int: (-1, 0, 10**6, 2**31, 2**62, 10**30, 2.5),
+    float: (math.nan, math.inf, -math.inf, -1.0, 1e308),
+    str: (
+        *('"); PWNED_7(); ("', '"""\nPWNED_7()\n"""', "'''\nPWNED_7()\n'''", "\\", "\\N{slash", "\0", "\udc80"),
+        *("Net(PWNED_7())", "int64, device=PWNED_7()", "os:PWNED_7()#", "a.PWNED_7().b", "a\nPWNED_7()", "class"),
+        *("{PWNED_7()}", "__class__"),
+    ),
+    bool: (0, 1, "true"),
+}
+"""Values of the right type, or nearly so, that a field of a plan must not have or that must stay data."""
+
+
+def plan_value(rng: random.Random, folder: pathlib.Path) -> None:
+    """A plan file in which one value has the right type and a hostile value: as for `plan_file`."""
+    data = json.loads(json.dumps(rng.choice([example, full_example])().to_json()))
+    if rng.random() < 0.5:  # of a config, whose class is written into the emitted file
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        data["model"] |= {"name": "GPT2LMHeadModel", "reference": str(folder / "config.json")}
+        data["workload"] |= {"batch_size": 4, "seq_len": 8, "calling": "KEYWORDS"}
+    leaves = [(place, key) for place, key in _all_places(data) if type(place[key]) in ALIKE]
+    place, key = rng.choice(leaves)
+    place[key] = rng.choice(ALIKE[type(place[key])])
+    _use_plan_file(folder, in_ascii(data))
+
+
+def _use_plan_file(folder: pathlib.Path, content: bytes) -> None:
     path = folder / "plan.json"
     path.write_bytes(content)
     try:
@@ -94,7 +130,9 @@ def plan_file(rng: random.Random, folder: pathlib.Path) -> None:
         return
     timed = dataclasses.replace(plan, seconds=1.0, solver=dataclasses.replace(plan.solver, seconds=0.1))
     assert plan.summary() and render(timed) is not None
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == dataclasses.replace(plan, seconds=None)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json(), allow_nan=False))) == dataclasses.replace(
+        plan, seconds=None
+    )
     try:
         text = source(plan)
     except PlannerError:
@@ -152,6 +190,10 @@ def build(batch_size=2, seq_len=8):
 def wrong(): raise ValueError("wrong")
 def leaves(): raise SystemExit(0)
 def number(): return 5
+def raises(): raise type("Own", (BaseException,), {})("later")
+def leaves_at_once(): __import__("os")._exit(0)
+def says(): raise ValueError("\\x1b[2J" + "x" * 10**5)
+async def asynchronous(): return 5
 """
 CONFIG = {
     "model_type": "gpt2",
@@ -169,6 +211,17 @@ CONFIG = {
 REFERENCES = (
     *("net.py:build", "net.py:wrong", "net.py:leaves", "net.py:number", "net.py:no", "no.py:f", "net.py", "net.py:"),
     *("os:getcwd", "int", "a\nb:c", ":", "config.json", "no.json", "a/b/c", "/dev/zero", ".", "", "x" * 300),
+)
+QUICK_REFERENCES = (
+    *(
+        "net.py:leaves",
+        "net.py:raises",
+        "net.py:leaves_at_once",
+        "net.py:\x1b[2J",
+        "\x1b[2J.json",
+        "net.py:asynchronous",
+    ),
+    "net.py:says",
 )
 OPTIONS: dict[str, tuple[str, ...]] = {
     "--vram": ("1MiB", "1GiB", "6GB", "80%", "x", "-1GiB", "0", "1e400GiB", "9" * 400, ""),
@@ -216,6 +269,17 @@ def command_line(rng: random.Random, folder: pathlib.Path) -> None:
     run_command(words)
 
 
+def one_fault(rng: random.Random, folder: pathlib.Path) -> None:
+    """A command line with a single odd option, or only an odd model, so that nothing else hides it."""
+    (folder / "net.py").write_text(MODELS)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    if rng.random() < 0.5:
+        run_command([rng.choice((*QUICK_REFERENCES, *REFERENCES)), "--gpu", "bare"])
+        return
+    name = rng.choice(sorted(OPTIONS))
+    run_command(["net.py:build", "--time-limit", "20s", name, rng.choice(OPTIONS[name])])
+
+
 def config_file(rng: random.Random, folder: pathlib.Path) -> None:
     """A transformers config is planned, or refused with a line."""
     path = folder / "config.json"
@@ -235,10 +299,12 @@ def run_command(words: list[str]) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[random.Random, pathlib.Path], None], float]] = {
-    "plan": (plan_file, 0.45),
+    "plan": (plan_file, 0.24),
+    "value": (plan_value, 0.2),
     "snapshot": (snapshot_file, 0.2),
     "state": (state, 0.2),
-    "command": (command_line, 0.12),
+    "command": (command_line, 0.1),
+    "option": (one_fault, 0.03),
     "config": (config_file, 0.03),
 }
 """The kinds of cases, and the part of all cases that each has."""

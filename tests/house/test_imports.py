@@ -61,7 +61,7 @@ FLOORS = (
     ("planner.fewest_cards",),
     ("planner.whole_run",),
     ("planner.replan",),
-    ("planner.ask",),
+    ("planner.ask", "planner.arguments"),
     ("planner",),
     ("planner.cli",),
 )

@@ -47,6 +47,15 @@ class Odd:
     pass
 
 
+class Raising(dict):
+    """A mapping whose entries cannot be read."""
+
+    def __getitem__(self, key):
+        raise RuntimeError("evil")
+
+    get = __getitem__
+
+
 DAMAGES = {
     "optimizer None": (put("optimizer", None), "the optimizer's state is not a dict"),
     "optimizer empty": (put("optimizer", {}), "the optimizer's state is not a dict"),
@@ -77,6 +86,15 @@ DAMAGES = {
     "moment of another type": (put(*OF_FIRST, "exp_avg", Odd()), "is a value of type Odd"),
     "entry more": (lambda state: state["optimizer"]["state"][0].update(extra=1), "has the entries .*extra"),
     "step NaN": (put(*OF_FIRST, "step", torch.tensor(math.nan)), "contains NaN"),
+    "step negative": (put(*OF_FIRST, "step", torch.tensor(-5.0)), "'step' in .* contains negative or infinite values"),
+    "step a negative number": (put(*OF_FIRST, "step", -(10**30)), "'step' in .* is -1000.*, not a number of steps"),
+    "step infinite": (put(*OF_FIRST, "step", torch.tensor(math.inf)), "'step' in .* contains negative or infinite"),
+    "squares negative": (put(*OF_FIRST, "exp_avg_sq", lambda t: -1 - t), "'exp_avg_sq' in .* contains negative"),
+    "rate without end": (put("optimizer", "param_groups", 0, "lr", 10**400), "cannot be read .OverflowError"),
+    "mapping that raises": (
+        put("optimizer", "param_groups", [Raising(params=[])]),
+        "cannot be read .RuntimeError: evil",
+    ),
     "step of text": (put(*OF_FIRST, "step", "1"), "'step' in"),
     "parameter missing": (drop("optimizer", "state", 3), "is missing"),
     "parameter unknown": (lambda state: state["optimizer"]["state"].update({99: {}}), "parameter 99, which is unknown"),
@@ -96,6 +114,8 @@ DAMAGES = {
     "scale NaN": (put("scaler", "scale", math.nan), "'scale' of the gradient scaler is nan"),
     "scale zero": (put("scaler", "scale", 0.0), "'scale' of the gradient scaler is 0.0"),
     "scale a list": (put("scaler", "scale", [1]), "'scale' of the gradient scaler is a value of type list"),
+    "tracker too large": (put("scaler", "_growth_tracker", 2**31), "is larger than its tensor can hold"),
+    "interval too large": (put("scaler", "growth_interval", 10**30), "is larger than its tensor can hold"),
     "tracker a fraction": (put("scaler", "_growth_tracker", 0.5), "not an integer"),
 }
 

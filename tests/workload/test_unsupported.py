@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 import planner
 from planner.errors import WorkloadError
+from planner.workload.unsupported import library
 
 pytestmark = pytest.mark.slow
 
@@ -83,3 +86,31 @@ def test_a_sparse_parameter_is_refused():
     model.weight = nn.Parameter(torch.eye(16).to_sparse())
     with pytest.raises(WorkloadError, match="parameter 'weight' is a sparse tensor"):
         planned(model, (torch.randn(8, 16),))
+
+
+BROKEN = {
+    "raise ImportError('libfoo.so: cannot open')": "broken or too old (ImportError: libfoo.so: cannot open)",
+    "raise AttributeError('no bool8')": "broken or too old (AttributeError: no bool8)",
+    "__version__ = '0.0.1'": "broken or too old (AttributeError",
+    "import bitsandbytes": "pip install --upgrade --force-reinstall bitsandbytes",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_library_that_cannot_be_used_is_named_with_a_way_out(text, tmp_path, monkeypatch):
+    for name in ("peft", "bitsandbytes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text if name == "peft" else "raise OSError('no CUDA')")
+        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WorkloadError, match="LoRA needs peft, whose installation is broken or too old") as caught:
+        library("peft", "LoRA")
+    assert BROKEN[text] in str(caught.value) and "\n" not in str(caught.value)
+    for name in ("peft", "bitsandbytes"):
+        sys.modules.pop(name, None)
+
+
+def test_a_library_that_is_missing_is_named():
+    with pytest.raises(WorkloadError, match="it needs no_such_library, which is not installed: pip install no_such"):
+        library("no_such_library", "it")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 
 import pytest
 import torch
@@ -87,14 +87,7 @@ def test_an_optimizer_with_state_is_refused():
 
 
 def test_without_bitsandbytes_the_way_out_is_named(monkeypatch):
-    plain = builtins.__import__
-
-    def without(name, *arguments, **options):
-        if name == "bitsandbytes":
-            raise ImportError("No module named 'bitsandbytes'")
-        return plain(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(DecisionError, match="pip install bitsandbytes"):
         rewritten(seeded(Perceptron), Optimizer(), batch=vectors(), loss_fn=cross_entropy, optimizer=adamw)
 

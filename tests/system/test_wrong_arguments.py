@@ -1,0 +1,103 @@
+"""Arguments of wrong types are refused in one line, before anything is rehearsed."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.arguments import _EXPECTED
+from planner.cli import main
+from planner.errors import ArgumentError, PlannerError
+from planner.virtual_gpu.forked_process import Child
+
+JUNK = (
+    *(None, 5, -1, 0, 2.5, math.nan, math.inf, True, False, "", "x", b"x", [], (), {}, ["a"], [5], {"a": 5}, {5: 5}),
+    *([None], 10**30, object(), torch.ones(1)),
+)
+ARGUMENTS = sorted(inspect.signature(planner.plan).parameters.keys() - {"model", "batch"})
+OF_CARDS = ("mesh", "parallelize", "sharding", "offload_shards", "cards_per_node", "link")
+
+
+class RehearsedError(Exception):
+    """A process was started, so that the argument was accepted."""
+
+
+def total(output, batch):
+    return output.sum()
+
+
+async def asynchronous(*values):
+    return None
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_each_argument_is_taken_or_refused_in_one_line(name, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise RehearsedError
+
+    monkeypatch.setattr(Child, "__init__", refuse)
+    model, batch = nn.Linear(4, 4), torch.ones(2, 4)
+    refused = 0
+    for value in JUNK:
+        options = {"vram": "1GiB", "gpu": "bare", "loss_fn": total, **({"cards": 2} if name in OF_CARDS else {})}
+        try:
+            planner.plan(model, batch, **{**options, name: value})
+        except RehearsedError:
+            continue
+        except PlannerError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000
+            refused += 1
+    assert refused > len(JUNK) / 2
+    capsys.readouterr()
+
+
+def test_every_argument_but_model_batch_budget_and_time_has_a_type():
+    assert set(ARGUMENTS) - _EXPECTED.keys() == {"vram", "time_limit"}
+    for function in (planner.tradeoff, planner.record):
+        assert inspect.signature(function).parameters.keys() <= {*ARGUMENTS, "model", "batch", "seconds"}
+
+
+def test_the_message_names_the_argument_its_value_and_what_to_give():
+    with pytest.raises(ArgumentError, match=r"gpu is 5 \(int\): give the name of a card, such as 'rtx-2060'"):
+        planner.plan(nn.Linear(4, 4), torch.ones(2, 4), vram="1GiB", gpu=5)
+    with pytest.raises(TypeError, match=r"only is 5 \(int\): give names of techniques"):
+        planner.tradeoff(nn.Linear(4, 4), torch.ones(2, 4), only=5)
+
+
+class Asynchronous(nn.Linear):
+    async def forward(self, vectors):
+        return super().forward(vectors)
+
+
+@pytest.mark.parametrize(
+    "model, options, message",
+    [
+        (nn.Linear(4, 4), {"loss_fn": asynchronous}, "loss_fn is a coroutine function"),
+        (nn.Linear(4, 4), {"step": asynchronous}, "step is a coroutine function"),
+        (Asynchronous(4, 4), {"loss_fn": total}, "the model's forward is a coroutine function"),
+        (nn.Sequential(Asynchronous(4, 4)), {"loss_fn": total}, "the forward of module '0' is a coroutine function"),
+        (nn.Linear(4, 4), {"loss_fn": lambda *_: asynchronous()}, "the loss function returned coroutine"),
+    ],
+)
+def test_coroutines_are_refused_and_nobody_is_warned(model, options, message, capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(PlannerError, match=message):
+            planner.plan(model, torch.ones(2, 4), vram=None, gpu="bare", **options)
+        gc.collect()
+    assert "never awaited" not in capfd.readouterr().err
+
+
+def test_the_command_refuses_a_coroutine_and_nobody_is_warned(tmp_path, capfd):
+    path = tmp_path / "net.py"
+    path.write_text("async def build():\n    pass\n")
+    assert main([f"{path}:build"]) == 2
+    error = capfd.readouterr().err
+    assert f"'{path}:build' is a coroutine function" in error.replace("\n", " ") and "awaited" not in error
