@@ -13,7 +13,7 @@ from planner.choose.choice import TIE, Choice
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.estimate.add_workspaces import convolution_notes, unknown_ops
-from planner.estimate.footprint import granularity_bytes, measure
+from planner.estimate.footprint import granularity_bytes, measure, smallest_capacity_bytes
 from planner.estimate.largest_tensors import largest_tensors
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import (
@@ -39,6 +39,8 @@ _WORTH_NAMING = 1.01
 """Factor between predicted step times from which on a note names the faster plan that was passed over."""
 _MOST_UNTRIED_NAMED = 3
 """Maximum number of configurations that the note on a plan that ended early names."""
+_MOST_MODULES_NAMED = 3
+"""Maximum number of modules that the note on slower convolutions names."""
 _MOST_KERNELS_NAMED = 4
 """Maximum number of kernels that the note on unknown workspaces names."""
 
@@ -343,7 +345,10 @@ def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ..
     """Return notes on the workspaces of convolutions, and one on kernels with unknown workspaces, if there are any."""
     if not card.allocator:
         return ()
-    of_convolutions = convolution_notes(certified.graph, card, str(torch.__version__), fits=certified.measured.fits)
+    of_convolutions = (
+        *convolution_notes(certified.graph, card, str(torch.__version__)),
+        *_slower_notes(certified, card),
+    )
     counts = unknown_ops(certified.graph)
     if not counts:
         return of_convolutions
@@ -352,3 +357,22 @@ def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ..
     more = f" and {len(counts) - _MOST_KERNELS_NAMED} other kinds" if len(counts) > _MOST_KERNELS_NAMED else ""
     note = f"the workspaces of some kernels are unknown and not counted: {names}{more}, in two steps"
     return (*of_convolutions, note)
+
+
+def _slower_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
+    """Return a note if convolutions run slower algorithms, because the workspaces of the fastest ones do not fit."""
+    graph, measured = certified.graph, certified.measured
+    if not measured.slower:
+        return ()
+    ops = [graph.ops[index] for index in dict.fromkeys(measured.slower)]
+    of_last = [op for op in ops if op.step == graph.steps - 1]
+    modules = list(dict.fromkeys(op.module or op.name for op in of_last or ops))
+    more = f" and {len(modules) - _MOST_MODULES_NAMED} more" if len(modules) > _MOST_MODULES_NAMED else ""
+    decisions = certified.choice.decisions
+    whole_bytes = smallest_capacity_bytes(graph, card, decisions, fastest=True)
+    return (
+        f"{len(of_last or ops)} convolutions of a step run a slower algorithm, because the workspace of the fastest "
+        f"one does not fit: {', '.join(modules[:_MOST_MODULES_NAMED])}{more}. PyTorch takes the next algorithm without "
+        "asking. How much slower it is, is not known, and the predicted time is that of the fastest ones, with which "
+        f"the step needs {format_size(whole_bytes)}",
+    )

@@ -85,6 +85,8 @@ def replan(
         )
         certified = session.certify(choice)
         if budget is not None:
+            if not certified.measured.fits:
+                session = session.with_slower_algorithms()
             certified = session.measure_at_smallest_budget(certified)
         fits = budget is None or (certified.measured.fits and session.quick_enough(certified, constraints))
         # Nothing was searched, so that the promise is what the rehearsal gave.
