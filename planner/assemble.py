@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.metadata
 import platform
@@ -29,7 +30,7 @@ from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.recording.module_state import is_compiled
-from planner.recording.step_graph import Phase
+from planner.recording.step_graph import Op, Phase
 from planner.virtual_gpu.values.data_dependence import STATED
 from planner.workload.budget import Budget
 from planner.workload.optimizer_choice import by_name
@@ -39,10 +40,8 @@ _WORTH_NAMING = 1.01
 """Factor between predicted step times from which on a note names the faster plan that was passed over."""
 _MOST_UNTRIED_NAMED = 3
 """Maximum number of configurations that the note on a plan that ended early names."""
-_MOST_MODULES_NAMED = 3
-"""Maximum number of modules that the note on slower convolutions names."""
 _MOST_KERNELS_NAMED = 4
-"""Maximum number of kernels that the note on unknown workspaces names."""
+"""Maximum number of kernels that a note names."""
 
 
 def assemble_plan(
@@ -92,7 +91,7 @@ def assemble_plan(
             status="time limit" if is_early else certified.choice.status,
             gap=certified.choice.gap,
             seconds=session.solve_seconds,
-            promised_bytes=certified.choice.peak_bytes,
+            promised_bytes=certified.choice.peak_bytes + certified.more_bytes,
             certified_bytes=certified.measured.curve_bytes,
         ),
         shortfall=shortfall,
@@ -365,14 +364,21 @@ def _slower_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
     if not measured.slower:
         return ()
     ops = [graph.ops[index] for index in dict.fromkeys(measured.slower)]
-    of_last = [op for op in ops if op.step == graph.steps - 1]
-    modules = list(dict.fromkeys(op.module or op.name for op in of_last or ops))
-    more = f" and {len(modules) - _MOST_MODULES_NAMED} more" if len(modules) > _MOST_MODULES_NAMED else ""
-    decisions = certified.choice.decisions
-    whole_bytes = smallest_capacity_bytes(graph, card, decisions, fastest=True)
+    last_step = max(op.step for op in ops)
+    names = collections.Counter(_convolution_name(op) for op in ops if op.step == last_step)
+    shown = [f"{count} x {name}" for name, count in names.most_common(_MOST_KERNELS_NAMED)]
+    more = f" and {len(names) - len(shown)} other kinds" if len(names) > len(shown) else ""
+    whole_bytes = smallest_capacity_bytes(graph, card, certified.choice.decisions, fastest=True)
     return (
-        f"{len(of_last or ops)} convolutions of a step run a slower algorithm, because the workspace of the fastest "
-        f"one does not fit: {', '.join(modules[:_MOST_MODULES_NAMED])}{more}. PyTorch takes the next algorithm without "
-        "asking. How much slower it is, is not known, and the predicted time is that of the fastest ones, with which "
-        f"the step needs {format_size(whole_bytes)}",
+        f"{names.total()} convolutions of a step run a slower algorithm, because the workspace of the fastest one does "
+        f"not fit: {', '.join(shown)}{more}. PyTorch takes the next algorithm on its own. How much slower it is cannot "
+        f"be known without the card: the predicted time is that of the fastest ones, with which the step needs "
+        f"{format_size(whole_bytes)}",
     )
+
+
+def _convolution_name(op: Op) -> str:
+    """Return the direction of a convolution, and the shapes of its image and its weight."""
+    assert op.kernel is not None  # The recorder keeps the call of every convolution.
+    sizes = (" x ".join(map(str, op.kernel.tensor(name).shape)) for name in ("input", "weight"))
+    return f"{'backward' if op.phase is Phase.BACKWARD else 'forward'} of {' with '.join(sizes)}"

@@ -91,7 +91,7 @@ def replan(
         fits = budget is None or (certified.measured.fits and session.quick_enough(certified, constraints))
         # Nothing was searched, so that the promise is what the rehearsal gave.
         promised = dataclasses.replace(certified.choice, peak_bytes=certified.measured.curve_bytes)
-        certified = dataclasses.replace(certified, choice=promised)
+        certified = dataclasses.replace(certified, choice=promised, more_bytes=0)
         shortfall = None if fits else fitting.shortfall(session, certified, ())
         plan = assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
     if saved.run is None:

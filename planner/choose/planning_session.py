@@ -55,6 +55,8 @@ class Certified:
     choice: Choice
     graph: StepGraph
     measured: Measured
+    more_bytes: int = 0
+    """Bytes by which the promise of the choice is too low, as its workspaces are smaller than those of the step."""
 
 
 class PlanningSession:
@@ -230,10 +232,10 @@ class PlanningSession:
                 if fitting is not None:
                     return fitting
             measured = self._measured(graph, total_bytes, decisions)
+            chosen = dataclasses.replace(choice, decisions=decisions)
             # A promise with the smallest workspaces grows by what the step takes more if all fastest algorithms fit.
             more_bytes = 0 if self._takes_fastest else measured.curve_bytes - measured.least_bytes
-            chosen = dataclasses.replace(choice, decisions=decisions, peak_bytes=choice.peak_bytes + more_bytes)
-            possible.append(Certified(choice=chosen, graph=graph, measured=measured))
+            possible.append(Certified(choice=chosen, graph=graph, measured=measured, more_bytes=more_bytes))
             if measured.fits and not measured.retries:
                 return possible[-1]
         return next((certified for certified in possible if certified.measured.fits), possible[0])
