@@ -1,4 +1,4 @@
-"""What PyTorch does if the workspace of a convolution does not fit: it tries the next algorithm.
+"""Allocates the workspaces of convolutions as PyTorch does: if one does not fit, it tries the next algorithm.
 
 Source: aten/src/ATen/native/cudnn/Conv_v8.cpp (`run_single_conv`, `try_configs`). A request that does not fit releases
 the cache, raises `OutOfMemoryError`, and is caught. The algorithms come in the order of cuDNN's heuristics. The first

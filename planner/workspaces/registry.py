@@ -93,7 +93,7 @@ class Block:
     """Number of outputs that have been allocated when the block is freed, at least `first`. The block is freed before
     the next output is allocated, or, after the last output, at the end of the call."""
     trials: Trials | None = None
-    """What is tried if the block does not fit, `size_bytes` first; None if nothing else is."""
+    """The sizes that PyTorch tries if the block does not fit, `size_bytes` first; None if it tries no other."""
 
 
 Formula = Callable[[KernelCall, DeviceProfile], Sequence[int | Block]]
