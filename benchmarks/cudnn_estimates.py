@@ -16,7 +16,7 @@ from rich.table import Table
 
 from planner.workspaces.cudnn import tables
 from planner.workspaces.cudnn.convolution import Convolution, Kind, Shape
-from planner.workspaces.cudnn.fallback import CLOSE, estimated_bytes, scaled_bytes
+from planner.workspaces.cudnn.fallback import CLOSE, estimated_bytes, scaled_workspaces
 
 
 def errors(table: tables.Table) -> Iterator[tuple[tuple[str, str], float]]:
@@ -25,15 +25,15 @@ def errors(table: tables.Table) -> Iterator[tuple[tuple[str, str], float]]:
         for text in table.lines:
             for kind in map(Kind.of, table.kinds):
                 convolution = Convolution(kind, Shape.of(text))
-                size = table.workspace_bytes(convolution, capability)
-                if size is None:
+                if not (sizes := table.workspaces(convolution, capability)):
                     continue
+                size = sizes[0]
                 shape = convolution.shape
                 whole = sum(convolution.nbytes(sizes) for sizes in (shape.x, shape.w, shape.y))
                 numbers = f"{kind.dtype}{', TF32' * kind.tf32}{', channels_last' * kind.channels_last}"
                 yield ("formula", numbers), abs(estimated_bytes(convolution, capability) - size) / whole
-                if (scaled := scaled_bytes(convolution, table, capability)) is not None:
-                    yield ("other batch size", numbers), abs(scaled - size) / whole
+                if scaled := scaled_workspaces(convolution, table, capability):
+                    yield ("other batch size", numbers), abs(scaled[0] - size) / whole
 
 
 def main() -> None:

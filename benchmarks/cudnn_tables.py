@@ -29,7 +29,7 @@ from examples import convnet, gan, unet
 from planner.recording.op_schema import kernel_call
 from planner.workspaces.cudnn import tables
 from planner.workspaces.cudnn.asking import ask_child
-from planner.workspaces.cudnn.convolution import OPERATIONS, Convolution, Kind, Shape
+from planner.workspaces.cudnn.convolution import OPERATIONS, Convolution, Kind, Shape, Sizes
 from planner.workspaces.cudnn.dispatch import FORWARD_OP, shape_of
 from planner.workspaces.cudnn.versions import knows
 
@@ -202,13 +202,13 @@ def shapes() -> list[Shape]:
 def answers(library: pathlib.Path, capability: tuple[int, int], wanted: list[Shape]) -> list[str]:
     """Returns the answers of a library for one capability: a text for each shape."""
     questions = [Convolution(kind, shape).text for shape in wanted for kind in KINDS]
-    found: list[int] = []
+    found: list[Sizes] = []
     while len(found) < len(questions):
         answered = ask_child(library, capability, questions[len(found) :], None)
         found += answered.sizes
         if answered.ended:
             print(f"{library}: no answer to {questions[len(found)]} for {capability}: {answered.ended}", flush=True)
-            found.append(-1)
+            found.append(())
     return [tables.written(found[place : place + len(KINDS)]) for place in range(0, len(found), len(KINDS))]
 
 

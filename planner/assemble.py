@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.metadata
 import platform
@@ -13,7 +14,7 @@ from planner.choose.choice import TIE, Choice
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.estimate.add_workspaces import convolution_notes, unknown_ops
-from planner.estimate.footprint import granularity_bytes, measure
+from planner.estimate.footprint import granularity_bytes, measure, smallest_capacity_bytes
 from planner.estimate.largest_tensors import largest_tensors
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import (
@@ -29,7 +30,7 @@ from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.recording.module_state import is_compiled
-from planner.recording.step_graph import Phase
+from planner.recording.step_graph import Op, Phase
 from planner.virtual_gpu.values.data_dependence import STATED
 from planner.workload.budget import Budget
 from planner.workload.optimizer_choice import by_name
@@ -40,7 +41,7 @@ _WORTH_NAMING = 1.01
 _MOST_UNTRIED_NAMED = 3
 """Maximum number of configurations that the note on a plan that ended early names."""
 _MOST_KERNELS_NAMED = 4
-"""Maximum number of kernels that the note on unknown workspaces names."""
+"""Maximum number of kernels that a note names."""
 
 
 def assemble_plan(
@@ -90,7 +91,7 @@ def assemble_plan(
             status="time limit" if is_early else certified.choice.status,
             gap=certified.choice.gap,
             seconds=session.solve_seconds,
-            promised_bytes=certified.choice.peak_bytes,
+            promised_bytes=certified.choice.peak_bytes + certified.more_bytes,
             certified_bytes=certified.measured.curve_bytes,
         ),
         shortfall=shortfall,
@@ -343,7 +344,10 @@ def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ..
     """Return notes on the workspaces of convolutions, and one on kernels with unknown workspaces, if there are any."""
     if not card.allocator:
         return ()
-    of_convolutions = convolution_notes(certified.graph, card, str(torch.__version__), fits=certified.measured.fits)
+    of_convolutions = (
+        *convolution_notes(certified.graph, card, str(torch.__version__)),
+        *_slower_notes(certified, card),
+    )
     counts = unknown_ops(certified.graph)
     if not counts:
         return of_convolutions
@@ -352,3 +356,29 @@ def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ..
     more = f" and {len(counts) - _MOST_KERNELS_NAMED} other kinds" if len(counts) > _MOST_KERNELS_NAMED else ""
     note = f"the workspaces of some kernels are unknown and not counted: {names}{more}, in two steps"
     return (*of_convolutions, note)
+
+
+def _slower_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
+    """Return a note if convolutions run slower algorithms, because the workspaces of the fastest ones do not fit."""
+    graph, measured = certified.graph, certified.measured
+    if not measured.slower:
+        return ()
+    ops = [graph.ops[index] for index in dict.fromkeys(measured.slower)]
+    last_step = max(op.step for op in ops)
+    names = collections.Counter(_convolution_name(op) for op in ops if op.step == last_step)
+    shown = [f"{count} x {name}" for name, count in names.most_common(_MOST_KERNELS_NAMED)]
+    more = f" and {len(names) - len(shown)} other kinds" if len(names) > len(shown) else ""
+    whole_bytes = smallest_capacity_bytes(graph, card, certified.choice.decisions, fastest=True)
+    return (
+        f"{names.total()} convolutions of a step run a slower algorithm, because the workspace of the fastest one does "
+        f"not fit: {', '.join(shown)}{more}. PyTorch takes the next algorithm on its own. How much slower it is cannot "
+        f"be known without the card: the predicted time is that of the fastest ones, with which the step needs "
+        f"{format_size(whole_bytes)}",
+    )
+
+
+def _convolution_name(op: Op) -> str:
+    """Return the direction of a convolution, and the shapes of its image and its weight."""
+    assert op.kernel is not None  # The recorder keeps the call of every convolution.
+    sizes = (" x ".join(map(str, op.kernel.tensor(name).shape)) for name in ("input", "weight"))
+    return f"{'backward' if op.phase is Phase.BACKWARD else 'forward'} of {' with '.join(sizes)}"

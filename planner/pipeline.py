@@ -73,7 +73,9 @@ def plan_workload(
         if certified is None:
             certified, early = _nearest(session, space, constraints)
             if not certified.measured.fits or not session.quick_enough(certified, constraints):
-                shortfall = fitting.shortfall(session, certified, relaxations(session, constraints))
+                shortfall = fitting.shortfall(
+                    session, certified, relaxations(session.with_slower_algorithms(), constraints)
+                )
         notes = (*early, *budget.notes(card), *space.notes)
         return assemble_plan(
             session,

@@ -85,11 +85,13 @@ def replan(
         )
         certified = session.certify(choice)
         if budget is not None:
+            if not certified.measured.fits:
+                session = session.with_slower_algorithms()
             certified = session.measure_at_smallest_budget(certified)
         fits = budget is None or (certified.measured.fits and session.quick_enough(certified, constraints))
         # Nothing was searched, so that the promise is what the rehearsal gave.
         promised = dataclasses.replace(certified.choice, peak_bytes=certified.measured.curve_bytes)
-        certified = dataclasses.replace(certified, choice=promised)
+        certified = dataclasses.replace(certified, choice=promised, more_bytes=0)
         shortfall = None if fits else fitting.shortfall(session, certified, ())
         plan = assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
     if saved.run is None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from planner.allocator.blocks import Block, Placement
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory, OutOfMemoryReport
 from planner.allocator.settings import AllocatorSettings
+from planner.allocator.trials import WorkspaceTrials
+from planner.workspaces.registry import Trials
 
 if TYPE_CHECKING:
     import numpy
@@ -39,6 +41,8 @@ class AllocatorOutcome:
     """Total size of the fragments at the end."""
     retries: int
     """Number of requests for which all free segments were released (`num_alloc_retries` in PyTorch)."""
+    taken: Mapping[int, int]
+    """Bytes of each storage that got another size than the first one that was tried."""
 
 
 def replay(
@@ -49,6 +53,7 @@ def replay(
     card_bytes: int | None = None,
     descending: bool = False,
     streams: Mapping[int, int] = MappingProxyType({}),
+    trials: Mapping[int, Trials] = MappingProxyType({}),
 ) -> AllocatorOutcome:
     """Runs allocations and frees of storages through an empty simulated allocator.
 
@@ -64,6 +69,7 @@ def replay(
         descending: True if each new segment lies below the segment before it, False if above. Among free blocks of
             equal size the one at the lowest address is taken, so the order decides which segments are split.
         streams: The CUDA stream of each storage that is not allocated in the default stream.
+        trials: What is tried for a storage that does not fit, for those storages for which something else is tried.
 
     Returns:
         The peaks and the final state. A request that does not fit ends the replay, and is reported in the result.
@@ -73,6 +79,7 @@ def replay(
     """
     place = Placement(descending=descending)
     allocator = CachingAllocator(settings, capacity_bytes, place=place, card_bytes=card_bytes)
+    workspaces = WorkspaceTrials(trials)
     alive: dict[int, Block] = {}
     peak_event = failure = failed_event = None
     peak_bytes = 0
@@ -84,10 +91,12 @@ def replay(
                     "event, or use another number"
                 )
             try:
-                alive[storage] = allocator.malloc(size_bytes, streams.get(storage, 0))
+                block = workspaces.malloc(allocator, storage, size_bytes, streams.get(storage, 0))
             except OutOfMemory as error:
                 failure, failed_event = error.report, index
                 break
+            if block is not None:
+                alive[storage] = block
             if allocator.allocated_bytes > peak_bytes:
                 peak_bytes, peak_event = allocator.allocated_bytes, index
         elif storage in alive:
@@ -115,6 +124,7 @@ def replay(
         final_fragments=len(fragments),
         final_fragment_bytes=sum(fragments),
         retries=allocator.retries,
+        taken=workspaces.taken,
     )
 
 

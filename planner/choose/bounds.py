@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from planner.estimate import roofline
 from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
+from planner.profiles.device import DeviceProfile
+from planner.recording.step_graph import Category, Op, Phase, StepGraph
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,3 +55,40 @@ class Bounds:
         """Returns lower bounds on the optimizer update of `decisions`; None if they leave the optimizer unchanged."""
         optimizers = with_roles(decisions, Role.OPTIMIZER)
         return self.updates[optimizers[0].eight_bit_state] if optimizers else None
+
+
+def least_updates(
+    card: DeviceProfile, *, once_bytes: int, eight_bit_bytes: int, moved_bytes: int
+) -> dict[bool, LeastUpdate]:
+    """Returns lower bounds on updates with 8-bit state (True) and with another kernel (False).
+
+    Args:
+        once_bytes: bytes to read and write parameters, and to read gradients.
+        eight_bit_bytes: bytes of the state in 8 bits.
+        moved_bytes: bytes of the baseline's state, if its optimizer reads and writes all of it; else 0.
+    """
+
+    def ns(state_bytes: int) -> int:
+        return roofline.transfer_ns(once_bytes + 2 * state_bytes, card)
+
+    return {
+        True: LeastUpdate(ns=ns(eight_bit_bytes), state_bytes=eight_bit_bytes),
+        False: LeastUpdate(ns=ns(moved_bytes), state_bytes=None),
+    }
+
+
+def optimizer_peak_bytes(graph: StepGraph) -> int:
+    """Returns the maximum number of bytes alive while the baseline's optimizer steps."""
+    ticks = [op.tick + 1 for op in graph.ops if op.phase is Phase.OPTIMIZER]
+    return int(graph.live_bytes()[ticks].max()) if ticks else 0
+
+
+def loss_ns(graph: StepGraph, times: Sequence[int]) -> int:
+    """Returns `Bounds.loss_ns` of a baseline, whose ops take these times in nanoseconds."""
+    return sum(ns for op, ns in zip(graph.ops, times, strict=True) if _is_of_logits(graph, op))
+
+
+def _is_of_logits(graph: StepGraph, op: Op) -> bool:
+    """True if the op reads or writes logits and computes no matrix product: a loss in chunks may save its time."""
+    touched = (*op.inputs, *op.outputs)
+    return not op.flops and any(graph.storages[index].category is Category.LOGITS for index in touched)

@@ -251,16 +251,23 @@ class Candidates:
     def with_recompute(self, recompute: tuple[type[Decision], ...]) -> Candidates:
         """Returns the candidates with another `recompute`. They share the recordings."""
         if recompute not in self._by_recompute:
-            other = Candidates(
-                self._recordings,
-                self._card,
-                batch_bytes=self._batch_bytes,
-                watch=self._watch,
-                recompute=recompute,
-                sharding=self._sharding,
-            )
+            other = self._like_this(self._recordings, recompute)
             self._by_recompute[recompute], other._by_recompute = other, self._by_recompute
         return self._by_recompute[recompute]
+
+    def of_recordings(self, recordings: Recordings) -> Candidates:
+        """Returns the candidates of other recordings."""
+        return self._like_this(recordings, self._recompute)
+
+    def _like_this(self, recordings: Recordings, recompute: tuple[type[Decision], ...]) -> Candidates:
+        return Candidates(
+            recordings,
+            self._card,
+            batch_bytes=self._batch_bytes,
+            watch=self._watch,
+            recompute=recompute,
+            sharding=self._sharding,
+        )
 
     def prefetch(self, config: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
         """Start the recordings that these candidates need, without waiting for them."""

@@ -4,8 +4,9 @@ The chooser promises a peak of tensors, and the allocator needs some bytes more 
 certified, and if its certificate does not fit, another plan is chosen with a smaller limit on the promised bytes
 (`budget_search`). On top of this loop there are four functions:
 
-- `best` finds the plan for the user: the fastest plan that fits. A prefix of the model is frozen only if nothing else
-  fits, and then the shortest prefix that is enough (searched from a guess by the bytes that freezing saves).
+- `best` finds the plan for the user: the fastest plan that fits. If no plan fits in which all convolutions run their
+  fastest algorithms, slower ones are used. A prefix of the model is frozen only if nothing else fits, and then the
+  shortest prefix that is enough (searched from a guess by the bytes that freezing saves).
 - `smallest` finds out how little memory is possible, where the allocator's slack matters most.
 - `nearest` finds the plan to report if nothing fits, and `shortfall` says what is missing.
 
@@ -49,9 +50,11 @@ def best(session: PlanningSession, space: SearchSpace, constraints: Constraints)
     """Returns the fastest certified plan, with a frozen prefix only if no other plan fits; None if nothing fits."""
     if not constraints.force(Role.FREEZING):
         certified = fastest_in_chunks(session, space, constraints)
+        if certified is None and session.has_slower_algorithms:
+            certified = fastest_in_chunks(session.with_slower_algorithms(), space, constraints)
         if certified is not None or not constraints.allow(Role.FREEZING):
             return certified
-    return with_prefix(session, space, constraints)
+    return with_prefix(session.with_slower_algorithms(), space, constraints)
 
 
 def best_in_time(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified | None:
@@ -241,7 +244,7 @@ def nearest(session: PlanningSession, space: SearchSpace, constraints: Constrain
         slower = dataclasses.replace(constraints, max_slowdown=None)
         if (certified := best(session, space, slower)) is not None:
             return certified
-    return smallest(session, space, constraints)
+    return smallest(session.with_slower_algorithms(), space, constraints)
 
 
 def shortfall(session: PlanningSession, smallest: Certified, relaxations: Sequence[Relaxation]) -> Shortfall:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from planner.choose.bounds import Bounds, LeastUpdate
+from planner.choose.bounds import Bounds, LeastUpdate, least_updates, loss_ns, optimizer_peak_bytes
 from planner.choose.candidates import Candidates, ChunkedCandidates, optimizer_ns
 from planner.choose.certificates import Certificates
 from planner.choose.choice import Choice, Config
@@ -21,14 +21,14 @@ from planner.choose.chooser import Chooser
 from planner.choose.recordings import Recordings, Start
 from planner.errors import StepError
 from planner.estimate import roofline
-from planner.estimate.add_workspaces import with_workspaces
+from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
 from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.layer_runs import layer_runs, takes_the_same_ops
-from planner.recording.step_graph import Category, Op, Phase, StepGraph
+from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.space.by_sample import BySampleCheck, StartForward
 from planner.space.carried_state import carried_state
 from planner.space.lm_head import loss_in_chunks
@@ -55,6 +55,8 @@ class Certified:
     choice: Choice
     graph: StepGraph
     measured: Measured
+    more_bytes: int = 0
+    """Bytes by which the promise of the choice is too low, as its workspaces are smaller than those of the step."""
 
 
 class PlanningSession:
@@ -103,6 +105,8 @@ class PlanningSession:
             watch=self.watch,
             sharding=workload.sharding,
         )
+        self._takes_fastest = True
+        """False if convolutions whose workspace does not fit may run a slower algorithm, as in PyTorch."""
         self._start_forward = start_forward
         self._choosers: list[tuple[Constraints, Chooser]] = []
         self._lower_bounds: dict[tuple[Decision, ...], int] = {}
@@ -163,6 +167,26 @@ class PlanningSession:
         other.__dict__.pop("baseline", None)
         return other
 
+    @property
+    def has_slower_algorithms(self) -> bool:
+        """True if convolutions have slower algorithms with smaller workspaces, and these plans do not use them."""
+        return self._takes_fastest and any(storage.trials for storage in self.baseline_graph.storages)
+
+    def with_slower_algorithms(self) -> PlanningSession:
+        """Returns a session in whose plans each convolution takes the algorithm that fits, and promises the smallest.
+
+        It shares recordings, certificates and noted plans. How much slower those algorithms are is not known, so that
+        plans with the fastest ones come first (`fitting.best`).
+        """
+        if not self.has_slower_algorithms:
+            return self
+        other = copy.copy(self)
+        other._takes_fastest = False
+        least = self._recordings.finished_by(lambda graph: with_least_workspaces(self._with_workspaces(graph)))
+        other._candidates = self._candidates.of_recordings(least)
+        other.__dict__.pop("baseline", None)
+        return other
+
     @functools.cached_property
     def _by_sample_check(self) -> BySampleCheck:
         return BySampleCheck(self.workload, self._start_forward)
@@ -177,7 +201,7 @@ class PlanningSession:
     def baseline(self) -> Certified:
         """The user's unchanged step, with its footprint on the card."""
         graph = self.baseline_graph
-        measured = measure(graph, self.card, vram_bytes=self._usable_bytes)
+        measured = self._measured(graph, self._usable_bytes)
         step_ns, peak_bytes = measured.footprint.step_ns, measured.curve_bytes
         choice = Choice(decisions=(), peak_bytes=peak_bytes, step_ns=step_ns, status="not needed", gap=0.0)
         return Certified(choice=choice, graph=graph, measured=measured)
@@ -207,9 +231,11 @@ class PlanningSession:
                 fitting = next((certified for certified in possible if certified.measured.fits), None)
                 if fitting is not None:
                     return fitting
-            measured = measure(graph, self.card, vram_bytes=total_bytes, decisions=decisions)
+            measured = self._measured(graph, total_bytes, decisions)
             chosen = dataclasses.replace(choice, decisions=decisions)
-            possible.append(Certified(choice=chosen, graph=graph, measured=measured))
+            # A promise with the smallest workspaces grows by what the step takes more if all fastest algorithms fit.
+            more_bytes = 0 if self._takes_fastest else measured.curve_bytes - measured.least_bytes
+            possible.append(Certified(choice=chosen, graph=graph, measured=measured, more_bytes=more_bytes))
             if measured.fits and not measured.retries:
                 return possible[-1]
         return next((certified for certified in possible if certified.measured.fits), possible[0])
@@ -260,7 +286,7 @@ class PlanningSession:
         bounds = Bounds(
             step_ns=forward_ns if frozen else sum(times),
             optimizer_ns=0 if frozen else optimizer_ns(graph, times),
-            loss_ns=sum(ns for op, ns in zip(graph.ops, times, strict=True) if _is_of_logits(graph, op)),
+            loss_ns=loss_ns(graph, times),
             updates=self._least_updates(frozen),
             lower_bound_bytes=self.lower_bound_bytes,
         )
@@ -276,26 +302,16 @@ class PlanningSession:
         return chooser
 
     def _least_updates(self, frozen: bool) -> dict[bool, LeastUpdate]:
-        """Return `Bounds.updates`: lower bounds on updates with 8-bit state (True) and with another kernel (False).
-
-        With a frozen prefix the bounds are 0, since the number of trained parameters differs between prefixes. They
-        are also 0 for a step of the user's own, which may have several optimizers and update several times.
-        """
+        """Return `Bounds.updates`: 0 with a frozen prefix, as each trains other parameters, and for an own step."""
         if frozen or self.workload.step is not None:
             return {True: LeastUpdate(ns=0, state_bytes=0), False: LeastUpdate(ns=0, state_bytes=None)}
-        eight_bit_bytes = least_state_bytes(self.workload.model, self._trained.with_state)
-        moves_all = moves_all_its_state(self.workload.optimizer)
-        moved_state_bytes = moves_all * self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE)
-        once = sum(3 * p.numel() * p.itemsize for p in self._trained.with_state)
-
-        def ns(state_bytes: int) -> int:
-            """Returns the time to read and write parameters and state, and to read gradients."""
-            return roofline.transfer_ns(once + 2 * state_bytes, self.card)
-
-        return {
-            True: LeastUpdate(ns=ns(eight_bit_bytes), state_bytes=eight_bit_bytes),
-            False: LeastUpdate(ns=ns(moved_state_bytes), state_bytes=None),
-        }
+        state_bytes = self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE)
+        return least_updates(
+            self.card,
+            once_bytes=sum(3 * p.numel() * p.itemsize for p in self._trained.with_state),
+            eight_bit_bytes=least_state_bytes(self.workload.model, self._trained.with_state),
+            moved_bytes=state_bytes * moves_all_its_state(self.workload.optimizer),
+        )
 
     def quick_enough(self, certified: Certified, constraints: Constraints) -> bool:
         """True if the rehearsed step is no slower than the constraints allow."""
@@ -325,7 +341,7 @@ class PlanningSession:
     def smallest_budget_bytes(self, certified: Certified) -> int:
         """Returns the smallest total in bytes in which a certified step runs. It may be up to 1 MiB too large."""
         return min(
-            smallest_capacity_bytes(certified.graph, self.card, decisions)
+            smallest_capacity_bytes(certified.graph, self.card, decisions, fastest=self._takes_fastest)
             for decisions in self._with_each_allocator(certified.choice)
         )
 
@@ -335,7 +351,7 @@ class PlanningSession:
             self._lower_bounds[config] = lower_bound_bytes(
                 self.workload,
                 self._trained,
-                optimizer_peak_bytes=self._optimizer_peak_bytes,
+                optimizer_peak_bytes=optimizer_peak_bytes(self.baseline_graph),
                 state_bytes=self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE),
                 config=config,
             )
@@ -374,18 +390,8 @@ class PlanningSession:
     def _trained(self) -> TrainedParameters:
         return TrainedParameters.of(self.workload, self.baseline_graph.trained)
 
-    @functools.cached_property
-    def _optimizer_peak_bytes(self) -> int:
-        """Maximum number of bytes alive while the baseline's optimizer steps."""
-        graph = self.baseline_graph
-        ticks = [op.tick + 1 for op in graph.ops if op.phase is Phase.OPTIMIZER]
-        return int(graph.live_bytes()[ticks].max()) if ticks else 0
+    def _measured(self, graph: StepGraph, total_bytes: int | None, decisions: tuple[Decision, ...] = ()) -> Measured:
+        return measure(graph, self.card, vram_bytes=total_bytes, decisions=decisions, fastest=self._takes_fastest)
 
     def _with_workspaces(self, graph: StepGraph) -> StepGraph:
         return with_workspaces(graph, self.card, torch.__version__)
-
-
-def _is_of_logits(graph: StepGraph, op: Op) -> bool:
-    """True if the op reads or writes logits and computes no matrix product: a loss in chunks may save its time."""
-    touched = (*op.inputs, *op.outputs)
-    return not op.flops and any(graph.storages[index].category is Category.LOGITS for index in touched)

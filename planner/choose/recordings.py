@@ -10,6 +10,7 @@ the update is part of the backward. Of many identical layers only a few are reco
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable
 
@@ -66,6 +67,7 @@ class Recordings:
         self._most_parts = 3 if is_last_different else 2
         """Maximum number of micro-batches in a recording."""
         self._finished: dict[_Key, StepGraph] = {}
+        self._together: dict[_Key, StepGraph] = {}
         self._recorded: dict[_Key, StepGraph] = {}
         self._running: dict[_Key, Child] = {}
         self._irregular: set[tuple[Decision, ...]] = set()
@@ -112,13 +114,20 @@ class Recordings:
     def _predicted(self, config: tuple[Decision, ...], size: int, parts: int) -> StepGraph | None:
         """Returns the recording that is extrapolated from the base sizes; None if it cannot be."""
         try:
-            two, three = (self._in_parts(config, (base,) * parts) for base in BASE_SIZES)
+            two, three = (self._without_workspaces(config, (base,) * parts) for base in BASE_SIZES)
         except WorkloadError:  # the model may need groups of samples
             return None
-        return extrapolate(two, three, size)
+        # Workspaces are not affine in the number of samples: they are added to the predicted recording.
+        graph = extrapolate(two, three, size)
+        return graph and self._finish(graph)
 
     def _in_parts(self, config: tuple[Decision, ...], sizes: tuple[int, ...]) -> StepGraph:
-        """Returns the recording of a step with micro-batches of these sizes.
+        """Returns the recording of a step with micro-batches of these sizes. Raises as `_without_workspaces`."""
+        self._without_workspaces(config, sizes)
+        return self._get(_accumulated(config, sizes))
+
+    def _without_workspaces(self, config: tuple[Decision, ...], sizes: tuple[int, ...]) -> StepGraph:
+        """Returns the recording of a step with micro-batches of these sizes, without the workspaces of kernels.
 
         Raises:
             WorkloadError: the model fails with so few samples. The message names the sizes.
@@ -127,12 +136,18 @@ class Recordings:
         if size in self._refused:
             raise self._refused[size]
         try:
-            return self._get(_accumulated(config, sizes))
+            return self._joined(_accumulated(config, sizes))
         except WorkloadError as error:
             refused = WorkloadError(f"micro-batches of {' and '.join(map(str, (size, *others)))}: {error}")
-            if not others and any(decisions == config and len(sizes) == 1 for decisions, sizes in self._finished):
+            if not others and any(decisions == config and len(sizes) == 1 for decisions, sizes in self._together):
                 self._refused[size] = refused
             raise refused from error
+
+    def finished_by(self, finish: Callable[[StepGraph], StepGraph]) -> Recordings:
+        """Returns the same recordings with other workspaces of kernels."""
+        other = copy.copy(self)
+        other._finish, other._finished = finish, {}
+        return other
 
     def close(self) -> None:
         """End the recordings that are still running."""
@@ -150,6 +165,12 @@ class Recordings:
 
     def _get(self, key: _Key) -> StepGraph:
         if key not in self._finished:
+            self._finished[key] = self._finish(self._joined(key))
+        return self._finished[key]
+
+    def _joined(self, key: _Key) -> StepGraph:
+        """Returns a recording with its update, without the workspaces of kernels."""
+        if key not in self._together:
             _, update = self._parts(key)
             if update is not None:
                 self._begin(update)
@@ -157,8 +178,8 @@ class Recordings:
             _, update = self._parts(key)  # without the update, if it turned out that all layers have to be recorded
             if update is not None:
                 graph = graft_update(graph, self._result(update)) if can_be_grafted(graph) else self._result(key)
-            self._finished[key] = self._finish(graph)
-        return self._finished[key]
+            self._together[key] = graph
+        return self._together[key]
 
     def _begin(self, part: _Key) -> None:
         if part not in self._recorded and part not in self._running and part not in self._failed:

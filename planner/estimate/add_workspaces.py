@@ -11,7 +11,7 @@ from planner.workspaces import convolutions
 from planner.workspaces.cudnn import sources
 from planner.workspaces.cudnn.notes import notes
 from planner.workspaces.gemm import GEMM_OPS
-from planner.workspaces.registry import Block, blocks_of
+from planner.workspaces.registry import Block, Trials, blocks_of
 
 _LT_BYTES = 1 << 20
 """Size of the cublasLt workspace (`_getWorkspaceSize` in aten/src/ATen/cuda/CUDABlas.cpp, default 1024 KiB)."""
@@ -34,14 +34,11 @@ def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -
     return dataclasses.replace(graph, storages=[*graph.storages, *added])
 
 
-def convolution_notes(
-    graph: StepGraph, card: DeviceProfile, torch_version: str, *, fits: bool = True
-) -> tuple[str, ...]:
+def convolution_notes(graph: StepGraph, card: DeviceProfile, torch_version: str) -> tuple[str, ...]:
     """Returns what a plan says about the workspaces of its convolutions: where they come from, and if they are exact.
 
     Args:
         graph: a recording of two steps. Only the first of them is counted.
-        fits: False if the step does not fit into the budget.
     """
     known = _known_convolutions((op for op in graph.ops if op.step == 0), card, torch_version)
     return tuple(
@@ -51,7 +48,6 @@ def convolution_notes(
             others=known.others,
             benchmark=known.benchmark,
             silent=sources.reasons(),
-            fits=fits,
         )
     )
 
@@ -88,8 +84,32 @@ def _scratch(graph: StepGraph, births: list[list[int]], card: DeviceProfile, tor
     for index, op in enumerate(graph.ops):
         if op.kernel is not None:
             for block in blocks_of(op.name, op.kernel, card, torch_version):
-                life = _life(block, op.tick, births[index])
-                yield Storage(size_bytes=block.size_bytes, lives=[life], category=Category.WORKSPACE, op=index)
+                yield Storage(
+                    size_bytes=block.size_bytes,
+                    lives=[_life(block, op.tick, births[index])],
+                    category=Category.WORKSPACE,
+                    op=index,
+                    trials=_in_thread(block.trials, op.phase),
+                )
+
+
+def _in_thread(trials: Trials | None, phase: Phase) -> Trials | None:
+    """Returns the trials of an op. Each thread remembers its own results, and autograd has a thread of its own."""
+    if trials is None:
+        return None
+    thread = "autograd" if phase in (Phase.BACKWARD, Phase.RECOMPUTE) else "main"
+    return dataclasses.replace(trials, remembered_as=f"{thread}: {trials.remembered_as}")
+
+
+def with_least_workspaces(graph: StepGraph) -> StepGraph:
+    """Returns the recording as if each convolution ran with the algorithm that needs the smallest workspace."""
+    if not any(storage.trials for storage in graph.storages):
+        return graph
+    storages = [
+        storage if storage.trials is None else dataclasses.replace(storage, size_bytes=storage.trials.sizes_bytes[-1])
+        for storage in graph.storages
+    ]
+    return dataclasses.replace(graph, storages=storages)
 
 
 def _life(block: Block, tick: int, births: list[int]) -> tuple[int, int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from planner.recording.step_graph import StepGraph, round_up
+from planner.workspaces.registry import Trials
 
 
 def allocation_stream(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -38,6 +40,34 @@ def streams_of_blocks(graph: StepGraph) -> dict[int, int]:
         return {}
     of_lives = (storage.stream for storage, spans in zip(graph.storages, graph.spans(), strict=True) for _ in spans)
     return {block: stream for block, stream in enumerate(of_lives) if stream}
+
+
+def trials_of_blocks(graph: StepGraph) -> dict[int, Trials]:
+    """Returns what is tried for each block of `allocation_stream` if it does not fit, where something else is tried."""
+    of_lives = (storage.trials for storage, spans in zip(graph.storages, graph.spans(), strict=True) for _ in spans)
+    return {block: trials for block, trials in enumerate(of_lives) if trials is not None}
+
+
+def storages_of_blocks(graph: StepGraph, blocks: Iterable[int]) -> list[int]:
+    """Returns the index of the storage of each of these blocks of `allocation_stream`."""
+    of_lives = [index for index, spans in enumerate(graph.spans()) for _ in spans]
+    return [of_lives[block] for block in blocks]
+
+
+def with_taken(graph: StepGraph, taken: Mapping[int, int]) -> StepGraph:
+    """Returns the recording with the sizes that blocks of `allocation_stream` took instead of their first ones.
+
+    Args:
+        taken: sizes by block, of storages with one life, as workspaces have.
+    """
+    if not taken:
+        return graph
+    sizes = dict(zip(storages_of_blocks(graph, taken), taken.values(), strict=True))
+    storages = [
+        dataclasses.replace(storage, size_bytes=sizes[index]) if index in sizes else storage
+        for index, storage in enumerate(graph.storages)
+    ]
+    return dataclasses.replace(graph, storages=storages)
 
 
 def signed_sizes(ids: Sequence[int], sizes: Sequence[int], *, granularity_bytes: int) -> list[int]:

@@ -12,11 +12,19 @@ from planner.allocator.options import settings_of, without_limit
 from planner.allocator.replay import AllocatorOutcome, replay
 from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings
 from planner.estimate import roofline
-from planner.estimate.allocation_stream import allocation_stream, streams_of_blocks
+from planner.estimate.add_workspaces import with_least_workspaces
+from planner.estimate.allocation_stream import (
+    allocation_stream,
+    storages_of_blocks,
+    streams_of_blocks,
+    trials_of_blocks,
+    with_taken,
+)
 from planner.plan_types.decision_base import Decision, allocator_conf, micro_batches_of
 from planner.plan_types.plan import Footprint
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Category, StepGraph, Storage
+from planner.workspaces.registry import Trials
 
 ALLOCATOR_GRANULARITY_BYTES = 512
 """Multiple to which CUDA's caching allocator rounds sizes up (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
@@ -52,12 +60,26 @@ class Measured:
     """The tick of the recording at which the allocated bytes peak."""
     retries: int
     """Number of requests for which the allocator had to release its cache under the budget, which makes a step wait."""
+    least_bytes: int
+    """Peak of the memory curve if each convolution runs with the algorithm that needs the smallest workspace."""
+    slower: tuple[int, ...] = ()
+    """Indices of the ops that run a slower algorithm under the budget, because the workspace of the first one does not
+    fit."""
 
 
 def measure(
-    graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, decisions: Iterable[Decision] = ()
+    graph: StepGraph,
+    card: DeviceProfile,
+    *,
+    vram_bytes: int | None,
+    decisions: Iterable[Decision] = (),
+    fastest: bool = False,
 ) -> Measured:
     """Computes the footprint of a recording on a card.
+
+    Where the workspace of a convolution does not fit in the budget, the convolution takes a slower algorithm, as in
+    PyTorch (`planner.allocator.trials`). The memory curve then has the smallest workspaces, which is what the step
+    needs at least.
 
     If the step does not fit in the budget, the result has the footprint that the step would have without a budget.
 
@@ -67,27 +89,36 @@ def measure(
             None means no limit.
         decisions: The decisions of the step. They say how many micro-batches it has, of which the recording may hold
             fewer, and which options of the allocator are set.
+        fastest: True if each convolution must run its first algorithm, so that the step does not fit if a workspace
+            does not.
     """
     settings, micro_batches = settings_on(card, decisions), micro_batches_of(decisions)
     granularity = granularity_bytes(card)
-    by_category = graph.category_bytes(granularity_bytes=granularity)
-    live = by_category.sum(axis=0)
+    slower: tuple[int, ...] = ()
+    live = graph.live_bytes(granularity_bytes=granularity)
     curve_bytes = int(live.max())
+    least_bytes = int(with_least_workspaces(graph).live_bytes(granularity_bytes=granularity).max())
     tick, allocated, reserved, fits, retries = int(live.argmax()), curve_bytes, curve_bytes, True, 0
     capacity = None if vram_bytes is None else vram_bytes - card.outside_bytes
     if card.allocator:
         ids, sizes, ticks = allocation_stream(graph)
         streams = streams_of_blocks(graph)
-        outcome = replayed((ids, sizes), card, capacity, settings, streams)
+        trials = {} if fastest else trials_of_blocks(graph)
+        outcome = replayed((ids, sizes), card, capacity, settings, streams, trials)
         retries = outcome.retries
         if outcome.out_of_memory_event is not None:
             # The report says how much memory the step would need: replay it to its end, without a limit.
             fits = False
             outcome = replayed((ids, sizes), card, None, without_limit(settings), streams)
+        if outcome.taken:
+            curve_bytes = least_bytes
+            slower = tuple(graph.storages[index].op or 0 for index in storages_of_blocks(graph, outcome.taken))
+            graph = with_taken(graph, outcome.taken)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
         tick = int(ticks[outcome.peak_allocated_event])
     elif capacity is not None:
         fits = curve_bytes <= capacity
+    by_category = graph.category_bytes(granularity_bytes=granularity)
     op = graph.op_at(tick)
     footprint = Footprint(
         allocated_bytes=allocated,
@@ -101,11 +132,24 @@ def measure(
         flops=roofline.step_flops(graph, micro_batches),
         most=_named(by_category.max(axis=1)),
     )
-    return Measured(footprint=footprint, fits=fits, curve_bytes=curve_bytes, peak_tick=tick, retries=retries)
+    return Measured(
+        footprint=footprint,
+        fits=fits,
+        curve_bytes=curve_bytes,
+        peak_tick=tick,
+        retries=retries,
+        least_bytes=least_bytes,
+        slower=slower,
+    )
 
 
 def smallest_capacity_bytes(
-    graph: StepGraph, card: DeviceProfile, decisions: Iterable[Decision] = (), *, within_bytes: int = 1 << 20
+    graph: StepGraph,
+    card: DeviceProfile,
+    decisions: Iterable[Decision] = (),
+    *,
+    within_bytes: int = 1 << 20,
+    fastest: bool = False,
 ) -> int:
     """Returns a total in bytes in which the step runs, at most `within_bytes` above the smallest such total.
 
@@ -116,6 +160,7 @@ def smallest_capacity_bytes(
 
     Args:
         decisions: the decisions of the step, which may set options of the allocator.
+        fastest: True if each convolution must run its first algorithm. Otherwise it takes the one that fits.
 
     The bisection assumes that a step that runs under one limit also runs under every larger limit. A caching allocator
     does not guarantee this, so an even smaller total may exist. The step runs in the returned total in any case.
@@ -124,11 +169,15 @@ def smallest_capacity_bytes(
         return int(graph.live_bytes().max()) + card.outside_bytes
     ids, sizes, _ = allocation_stream(graph)
     settings, streams = without_limit(settings_on(card, decisions)), streams_of_blocks(graph)
+    trials = {} if fastest else trials_of_blocks(graph)
     outcome = replayed((ids, sizes), card, None, settings, streams)
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
+    if trials:
+        least = with_least_workspaces(graph).live_bytes(granularity_bytes=granularity_bytes(card))
+        low = min(low, int(least.max()) - 1)
     while high - low > within_bytes:
         middle = (low + high) // 2
-        outcome = replayed((ids, sizes), card, middle, settings, streams)
+        outcome = replayed((ids, sizes), card, middle, settings, streams, trials)
         if outcome.out_of_memory_event is None:
             high = outcome.peak_reserved_bytes
         else:
@@ -147,6 +196,7 @@ def replayed(
     capacity_bytes: int | None,
     settings: AllocatorSettings = PYTORCH_DEFAULTS,
     streams: Mapping[int, int] = MappingProxyType({}),
+    trials: Mapping[int, Trials] = MappingProxyType({}),
 ) -> AllocatorOutcome:
     """Replays allocations for each order of addresses that the card's driver may give to segments.
 
@@ -155,12 +205,21 @@ def replayed(
         capacity_bytes: maximum number of bytes that the allocator may reserve; None for no limit.
         settings: options of the allocator.
         streams: CUDA streams by block (`streams_of_blocks`).
+        trials: what is tried for blocks that do not fit (`trials_of_blocks`).
 
     Returns:
         The worst outcome: one that runs out of memory, or else the one with the largest peak of reserved bytes.
     """
     outcomes = [
-        replay(stream, settings, capacity_bytes, card_bytes=card.vram_bytes, descending=descending, streams=streams)
+        replay(
+            stream,
+            settings,
+            capacity_bytes,
+            card_bytes=card.vram_bytes,
+            descending=descending,
+            streams=streams,
+            trials=trials,
+        )
         for descending in SEGMENT_ADDRESSES[card.segment_addresses]
     ]
     return max(outcomes, key=lambda outcome: (outcome.out_of_memory_event is not None, outcome.peak_reserved_bytes))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from planner.estimate import roofline
-from planner.estimate.allocation_stream import allocation_stream, streams_of_blocks
+from planner.estimate.allocation_stream import allocation_stream, streams_of_blocks, trials_of_blocks
 from planner.estimate.footprint import settings_on
 from planner.plan_types.decision_base import Decision
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
@@ -71,6 +71,7 @@ def memory_history(
             card_bytes=card.vram_bytes,
             descending=descending,
             streams=streams_of_blocks(graph),
+            trials=trials_of_blocks(graph),
         )
         for descending in SEGMENT_ADDRESSES[card.segment_addresses]
     ]

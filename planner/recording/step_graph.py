@@ -14,7 +14,7 @@ import itertools
 import numpy as np
 
 from planner.plan_types.categories import Category
-from planner.workspaces.registry import KernelCall
+from planner.workspaces.registry import KernelCall, Trials
 
 
 class Phase(enum.StrEnum):
@@ -116,6 +116,8 @@ class Storage:
     """Dtype of that tensor, such as 'float32'; empty for memory that belongs to no tensor."""
     stream: int = 0
     """Number of the CUDA stream in which the storage is allocated; 0 for the default stream."""
+    trials: Trials | None = None
+    """Sizes that are tried if the storage does not fit, `size_bytes` first; None if nothing else is tried."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

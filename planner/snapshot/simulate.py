@@ -12,7 +12,9 @@ from types import MappingProxyType
 from planner.allocator.blocks import Block, Placement
 from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings
+from planner.allocator.trials import WorkspaceTrials
 from planner.snapshot.history import Action, Event, History
+from planner.workspaces.registry import Trials
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ def simulate(
     card_bytes: int | None = None,
     descending: bool = False,
     streams: Mapping[int, int] = MappingProxyType({}),
+    trials: Mapping[int, Trials] = MappingProxyType({}),
 ) -> SimulatedHistory:
     """Runs allocations and frees through an empty simulated allocator.
 
@@ -48,6 +51,7 @@ def simulate(
         card_bytes: Total memory of the card, as for `planner.allocator.replay.replay`.
         descending: True if each new segment lies below the segment before it, False if above.
         streams: The CUDA stream of each storage that is not allocated in the default stream.
+        trials: What is tried for a storage that does not fit, as for `replay`.
 
     Raises:
         OutOfMemory: a request does not fit in the capacity.
@@ -60,6 +64,7 @@ def simulate(
         if settings.expandable_segments
         else (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE)
     )
+    workspaces = WorkspaceTrials(trials)
     alive: dict[int, tuple[Block, int]] = {}
     peak_bytes = peak_request = 0
     events: list[Event] = []
@@ -67,16 +72,18 @@ def simulate(
     for index, (storage, size_bytes) in enumerate(requests):
         if size_bytes:
             stream = streams.get(storage, 0)
-            block = allocator.malloc(size_bytes, stream)
-            alive[storage] = block, index
+            block = workspaces.malloc(allocator, storage, size_bytes, stream)
+            if block is not None:
+                alive[storage] = block, index
             if allocator.allocated_bytes > peak_bytes:
                 peak_bytes, peak_request = allocator.allocated_bytes, index
             events += [
                 Event(taken if size > 0 else released, address, abs(size), stream) for address, size in exchanges
             ]
             exchanges.clear()
-            events.append(Event(Action.ALLOC, block.address, size_bytes, stream))
-        else:
+            if block is not None:
+                events.append(Event(Action.ALLOC, block.address, workspaces.taken.get(storage, size_bytes), stream))
+        elif storage in alive:
             block, _ = alive.pop(storage)
             freed, stream = block.requested_bytes, streams.get(storage, 0)
             events.append(Event(Action.FREE_REQUESTED, block.address, freed, stream))

@@ -14,7 +14,7 @@ from planner.workspaces.cudnn.convolution import Convolution
 from planner.workspaces.cudnn.dispatch import BACKWARD_OP, FORWARD_OP, Kernels, is_convolution, kernels_of, placed_of
 from planner.workspaces.cudnn.sources import Answer, workspaces
 from planner.workspaces.reductions import reduction
-from planner.workspaces.registry import Block, KernelCall, takes_scratch_by_version
+from planner.workspaces.registry import Block, KernelCall, Trials, takes_scratch_by_version
 
 
 @takes_scratch_by_version(FORWARD_OP, BACKWARD_OP)
@@ -31,8 +31,12 @@ def convolution(call: KernelCall, card: DeviceProfile, torch_version: str) -> Se
     answers = workspaces(asked, card.compute_capability, torch_version)
     blocks: list[int | Block] = []
     for each in placed:
-        size = answers[each.taken].size_bytes if isinstance(each.taken, Convolution) else each.taken
-        blocks.append(Block(size, each.first, each.last))
+        if isinstance(each.taken, Convolution):
+            sizes = answers[each.taken].sizes
+            trials = Trials(sizes, each.taken.text) if len(sizes) > 1 else None
+            blocks.append(Block(sizes[0], each.first, each.last, trials))
+        else:
+            blocks.append(Block(each.taken, each.first, each.last))
     if "output_mask" in call.arguments and call.arguments["output_mask"][2]:
         layout = call.tensor("grad_output")
         dims = (0, *range(2, len(layout.shape)))

@@ -72,6 +72,17 @@ class KernelCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Trials:
+    """The sizes of a workspace that PyTorch tries one after another, until one fits."""
+
+    sizes_bytes: tuple[int, ...]
+    """Sizes in the order of the trials, each smaller than the one before it. The algorithms with small workspaces are
+    usually slower."""
+    remembered_as: str
+    """Key under which PyTorch remembers the last size that fitted: calls with the same key begin with it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Block:
     """One block of scratch memory, with its place between the outputs of the call."""
 
@@ -81,6 +92,8 @@ class Block:
     last: int
     """Number of outputs that have been allocated when the block is freed, at least `first`. The block is freed before
     the next output is allocated, or, after the last output, at the end of the call."""
+    trials: Trials | None = None
+    """The sizes that PyTorch tries if the block does not fit, `size_bytes` first; None if it tries no other."""
 
 
 Formula = Callable[[KernelCall, DeviceProfile], Sequence[int | Block]]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import planner
 from examples import convnet
-from planner import profiles
+from planner import profiles, rewrite
 from planner.estimate.add_workspaces import convolution_notes, with_workspaces
 from planner.estimate.allocation_stream import allocation_stream
+from planner.estimate.footprint import measure, smallest_capacity_bytes
+from planner.plan_types.sizes import MIB, format_size
 from planner.recording.rehearsal import rehearse_program
+from planner.rewrite.rehearse import certifying_graph
 from planner.virtual_gpu.backend import Target
 from planner.workspaces import convolutions
+from planner.workspaces.cudnn.dispatch import BACKWARD_OP, FORWARD_OP
 from planner.workspaces.cudnn.sources import Answer, Source
+from tests.support.workloads import workload
 
 CARD = profiles.load("a100-40gb")
 SIZES = {"forward": 1001, "grad_input": 1003, "grad_weight": 1007}
@@ -28,7 +34,7 @@ def test_each_workspace_is_born_after_its_output_and_dies_before_the_next(monkey
     monkeypatch.setattr(
         convolutions,
         "workspaces",
-        lambda wanted, *_: {each: Answer(SIZES[each.kind.operation], Source.TABLE, None, True) for each in wanted},
+        lambda wanted, *_: {each: Answer((SIZES[each.kind.operation],), Source.TABLE, None, True) for each in wanted},
     )
 
     def program(device: torch.device) -> None:
@@ -94,6 +100,52 @@ def test_cudnn_benchmark_and_convolutions_that_are_not_cudnns_are_noted():
     assert any("1 of 1 workspaces" in note and "by a formula" in note for note in notes)
     assert any("benchmark is on" in note for note in notes)
     assert any("do not run on cuDNN (1 ops)" in note for note in notes)
-    assert not any("may run in less memory" in note for note in notes)
-    too_large = convolution_notes(recorded(program), CARD, "2.13.0", fits=False)
-    assert any("may run in less memory" in note for note in too_large)
+
+
+def test_near_the_budget_convolutions_take_the_algorithm_that_fits(monkeypatch):
+    """What the step needs at least is without the workspaces, and what it needs with the fastest ones is larger."""
+    sizes = {"forward": 300 * MIB, "grad_input": 200 * MIB, "grad_weight": 0}
+    monkeypatch.setattr(
+        convolutions,
+        "workspaces",
+        lambda wanted, *_: {
+            each: Answer(tuple(dict.fromkeys((sizes[each.kind.operation], 0))), Source.TABLE, None, True)
+            for each in wanted
+        },
+    )
+
+    def program(device: torch.device) -> None:
+        layer = nn.Conv2d(5, 7, 3, device=device)
+        images = torch.rand(2, 5, 11, 11, device=device, requires_grad=True)
+        layer(images).backward(torch.rand(2, 7, 9, 9, device=device))
+
+    graph = with_workspaces(recorded(program), CARD, "2.13.0")
+    fastest = smallest_capacity_bytes(graph, CARD, fastest=True)
+    least = smallest_capacity_bytes(graph, CARD)
+    assert fastest - least >= 298 * MIB and least - CARD.outside_bytes <= 4 * MIB
+    roomy, between, tight = (
+        measure(graph, CARD, vram_bytes=size) for size in (fastest, fastest - 50 * MIB, fastest - 250 * MIB)
+    )
+    assert [len(each.slower) for each in (roomy, between, tight)] == [0, 1, 2]
+    assert [graph.ops[index].name for index in tight.slower] == [FORWARD_OP, BACKWARD_OP]
+    assert all(each.fits for each in (roomy, between, tight))
+    assert roomy.curve_bytes > 300 * MIB and roomy.least_bytes == between.curve_bytes == tight.curve_bytes < MIB
+    assert between.footprint.allocated_bytes < roomy.footprint.allocated_bytes - 99 * MIB
+    assert tight.footprint.breakdown.get("workspaces", 0) < MIB
+    assert not measure(graph, CARD, vram_bytes=fastest - 50 * MIB, fastest=True).fits
+
+
+@pytest.mark.slow
+def test_a_plan_below_the_fastest_algorithms_names_the_convolutions_that_run_slower_ones():
+    model, batch, loss_fn = convnet.build(batch_size=32, blocks_per_stage=(1, 1))
+    arguments = {"loss_fn": loss_fn, "gpu": "a100-40gb", "only": ("optimizer-kernel",)}
+    graph = certifying_graph(workload(model, batch, loss_fn=loss_fn), (), CARD)
+    whole = smallest_capacity_bytes(graph, CARD, fastest=True)
+    plan = planner.plan(model, batch, vram=whole - 4 * MIB, **arguments)
+    assert plan.fits and plan.peak.total_bytes <= whole - 4 * MIB
+    assert plan.solver.promised_bytes == plan.solver.certified_bytes
+    (note,) = (note for note in plan.notes if "slower algorithm" in note)
+    assert note.endswith(f"with which the step needs {format_size(whole)}") and "1 x backward of 32 x 64 x " in note
+    assert plan.baseline.total_bytes >= whole
+    certificate = rewrite.certify(plan, model, batch, loss_fn=loss_fn)
+    assert certificate.fits and certificate.certified_bytes == plan.solver.certified_bytes

@@ -44,9 +44,11 @@ def pretend(monkeypatch, tmp_path: pathlib.Path, script: str) -> pathlib.Path:
 
 
 def test_answers_are_remembered_and_not_asked_again(monkeypatch, tmp_path):
-    library = pretend(monkeypatch, tmp_path, "echo 9 20 0; echo 100; echo 0; echo no algorithm computes it")
+    library = pretend(monkeypatch, tmp_path, "echo 9 20 0; echo '100>40>0'; echo 0; echo no algorithm computes it")
     answers = ask(library, (8, 0), QUESTIONS)
-    assert answers.version == (9, 20, 0) and answers.workspaces == dict(zip(QUESTIONS[:2], (100, 0), strict=True))
+    assert answers.version == (9, 20, 0) and answers.workspaces == dict(
+        zip(QUESTIONS[:2], ((100, 40, 0), (0,)), strict=True)
+    )
     pretend(monkeypatch, tmp_path, "exit 1").touch()
     library.unlink()
     with pytest.raises(CannotAskError, match="cannot be read"):
@@ -65,7 +67,7 @@ def test_what_is_remembered_answers_without_a_process_until_the_library_changes(
 
 def test_a_question_that_ends_the_process_leaves_the_answers_before_it(monkeypatch, tmp_path):
     library = pretend(monkeypatch, tmp_path, "echo 9 20 0; echo 100; echo 200; kill -ABRT $$")
-    assert list(ask(library, (8, 0), QUESTIONS).workspaces.values()) == [100, 200]
+    assert list(ask(library, (8, 0), QUESTIONS).workspaces.values()) == [(100,), (200,)]
     found = workspaces(QUESTIONS, (8, 0), "2.13.0")
     assert [found[each].source for each in QUESTIONS[:2]] == [Source.LIBRARY] * 2
     assert found[QUESTIONS[2]].source is not Source.LIBRARY
@@ -125,10 +127,10 @@ def test_what_is_remembered_is_bounded_and_a_broken_file_is_written_anew(monkeyp
     monkeypatch.setattr(remembered, "_MOST_FILES", 3)
     library = tmp_path / "libcudnn.so.9"
     library.write_bytes(b"")
-    kept = remembered.Remembered.of(library, (8, 0)).with_answers((9, 20, 0), {"a b": 1, "c d": 2, "e f": -1})
-    assert remembered.Remembered.of(library, (8, 0)).workspaces == {"c d": 2, "e f": -1}
+    kept = remembered.Remembered.of(library, (8, 0)).with_answers((9, 20, 0), {"a b": (1,), "c d": (2, 0), "e f": ()})
+    assert remembered.Remembered.of(library, (8, 0)).workspaces == {"c d": (2, 0), "e f": ()}
     for minor in range(5):
-        remembered.Remembered.of(library, (9, minor)).with_answers((9, 20, 0), {"a b": 1})
+        remembered.Remembered.of(library, (9, minor)).with_answers((9, 20, 0), {"a b": (1,)})
     assert len(list(kept.folder.iterdir())) == 3
     (kept.folder / remembered.Remembered.of(library, (9, 4)).name).write_text("9 20")
     assert remembered.Remembered.of(library, (9, 4)).version is None
@@ -138,7 +140,7 @@ def test_nothing_is_kept_where_the_folder_cannot_be_written(monkeypatch, tmp_pat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     library = pretend(monkeypatch, tmp_path, "echo 9 20 0; echo 100; echo 200; echo 300")
-    assert list(ask(library, (8, 0), QUESTIONS).workspaces.values()) == [100, 200, 300]
+    assert list(ask(library, (8, 0), QUESTIONS).workspaces.values()) == [(100,), (200,), (300,)]
 
 
 def test_a_written_library_has_its_functions_and_is_found_by_its_name(tmp_path):
@@ -166,8 +168,9 @@ def test_a_libcudnn_answers_as_the_table_of_its_version():
     wanted = [
         Convolution.of(f"{kind} {shape}") for shape in list(table.lines)[::97] for kind in table.kinds if "tf32" in kind
     ]
-    answers = ask(path, (8, 0), wanted)
-    assert answers.workspaces == {each: table.workspace_bytes(each, (8, 0)) for each in wanted}
+    answers = ask(path, (8, 0), wanted).workspaces
+    found = {each: tables.read_item(tables.written([sizes])) for each, sizes in answers.items()}
+    assert found == {each: table.workspaces(each, (8, 0)) for each in wanted}
 
 
 def test_no_library_is_looked_for_where_the_user_says_none(monkeypatch):

@@ -145,7 +145,7 @@ def test_the_blocks_of_a_backward_are_placed_and_the_sum_for_the_bias_comes_last
     monkeypatch.setattr(
         convolutions,
         "workspaces",
-        lambda wanted, *_: {each: Answer(sizes[each.kind.operation], Source.TABLE, None, True) for each in wanted},
+        lambda wanted, *_: {each: Answer((sizes[each.kind.operation],), Source.TABLE, None, True) for each in wanted},
     )
     card = profiles.load("a100-40gb")
     gradient = layout(64, 16, 256, 256)

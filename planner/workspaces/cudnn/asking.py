@@ -7,12 +7,13 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 
-from planner.workspaces.cudnn.convolution import Convolution
+from planner.workspaces.cudnn.convolution import Convolution, Sizes, sizes_of
 from planner.workspaces.cudnn.remembered import Remembered
 
 Version = tuple[int, int, int]
@@ -22,6 +23,7 @@ LIBRARY_VARIABLE = "PLANNER_CUDNN"
 _SECONDS_TO_START, _SECONDS_FOR_EACH = 60.0, 0.5
 """Time limits: loading the library reads up to a gigabyte from disk; a question takes milliseconds."""
 
+_ANSWER = re.compile(r"\d+(>\d+)*")
 _MOST_PROCESSES = 4
 """Maximum number of processes for the questions of one call. One is enough unless a question ends the process."""
 
@@ -55,7 +57,7 @@ class Answers:
     """The answers of a library."""
 
     version: Version
-    workspaces: dict[Convolution, int]
+    workspaces: dict[Convolution, Sizes]
     """Bytes by convolution. A convolution that the library cannot compute is missing."""
 
 
@@ -80,27 +82,27 @@ def ask(path: pathlib.Path, capability: tuple[int, int], convolutions: Iterable[
         remembered = remembered.with_answers(version, found)
     assert remembered.version is not None  # a process that does not state it is an error
     known = {each: remembered.workspaces.get(each.text) for each in wanted}
-    return Answers(remembered.version, {each: size for each, size in known.items() if size is not None and size >= 0})
+    return Answers(remembered.version, {each: sizes for each, sizes in known.items() if sizes})
 
 
 def _ask_processes(
     path: pathlib.Path, capability: tuple[int, int], texts: Sequence[str], remembered: Remembered
-) -> tuple[Version, dict[str, int]]:
-    """Returns the version, and the answers by question. A question that ends a process has the answer -1.
+) -> tuple[Version, dict[str, Sizes]]:
+    """Returns the version, and the answers by question. A question that ends a process has an empty answer.
 
     Raises:
         CannotAskError: the library has never answered a question, or several questions ended a process.
     """
-    found: dict[str, int] = {}
+    found: dict[str, Sizes] = {}
     missing, ended = list(texts), ""
     for _ in range(_MOST_PROCESSES):
         answered = ask_child(path, capability, missing, remembered.folder)
-        sizes = [*answered.sizes, -1] if answered.ended else answered.sizes
+        sizes = [*answered.sizes, ()] if answered.ended else answered.sizes
         found |= dict(zip(missing, sizes, strict=False))
         missing, ended = missing[len(sizes) :], answered.ended or ended
         if not missing:
             break
-    answers = any(size >= 0 for size in (*found.values(), *remembered.workspaces.values()))
+    answers = any((*found.values(), *remembered.workspaces.values()))
     if ended and (missing or not answers):
         raise CannotAskError(f"cuDNN ({path}) does not answer without a card: {ended}")
     return answered.version, found
@@ -111,9 +113,8 @@ class ChildAnswers:
     """The answers of one process."""
 
     version: Version
-    sizes: list[int]
-    """Bytes in the order of the questions, -1 for a convolution that cuDNN cannot compute. There are fewer than
-    questions if a question ended the process."""
+    sizes: list[Sizes]
+    """Answers in the order of the questions. There are fewer than questions if a question ended the process."""
     ended: str
     """The reason why the process ended before it had answered all questions; empty if it answered them."""
 
@@ -155,5 +156,5 @@ def ask_child(
         major, minor, patch = map(int, first.split())
     except ValueError:
         raise CannotAskError(f"{path} did not answer: {reason}") from None
-    sizes = [int(line) if line.isdecimal() else -1 for line in lines]
+    sizes = [sizes_of(line) if _ANSWER.fullmatch(line) else () for line in lines]
     return ChildAnswers((major, minor, patch), sizes, reason if len(sizes) < len(texts) else "")

@@ -3,7 +3,7 @@
 It is a process of its own because cuDNN ends a process in which something is missing, and because its libraries would
 stay loaded. Its input is JSON: the path of libcudnn.so.9, the compute capability of the card, a folder for the library
 that stands for libcublasLt, and the texts of convolutions. It prints the version of cuDNN, and then for each
-convolution the bytes of its workspace, or the reason why there are none.
+convolution the bytes of the workspaces that PyTorch tries, such as '4096>0', or the reason why there are none.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import platform
 import sys
 
 from planner.workspaces.cudnn import stub
-from planner.workspaces.cudnn.convolution import Convolution
+from planner.workspaces.cudnn.convolution import Convolution, written
 from planner.workspaces.cudnn.device_text import device_text
-from planner.workspaces.cudnn.library import Library, RefusedError, device, workspace_bytes
+from planner.workspaces.cudnn.library import Library, RefusedError, device, workspace_sizes
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     card = device(library, device_text(tuple(asked["capability"])))
     for text in asked["convolutions"]:
         try:
-            answer = str(workspace_bytes(library, card, Convolution.of(text)))
+            answer = written(workspace_sizes(library, card, Convolution.of(text)))
         except RefusedError as error:
             answer = str(error)
         print(answer, flush=True)  # what is printed counts, also if the next question ends the process

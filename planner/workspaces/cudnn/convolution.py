@@ -11,6 +11,25 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 FORWARD, GRAD_INPUT, GRAD_WEIGHT = "forward", "grad_input", "grad_weight"
 OPERATIONS = (FORWARD, GRAD_INPUT, GRAD_WEIGHT)
 
+Sizes = tuple[int, ...]
+"""Bytes of the workspaces of the algorithms that PyTorch tries for a convolution, in this order, each smaller than the
+one before it. The first one is that of the algorithm which PyTorch takes where it fits. Empty if cuDNN cannot compute
+the convolution."""
+
+
+def written(sizes: Sizes) -> str:
+    """Returns sizes as one word, such as '4096>0'; '-' for no algorithm."""
+    return ">".join(map(str, sizes)) or "-"
+
+
+def sizes_of(text: str) -> Sizes:
+    """Returns the sizes that `text` describes (see `written`).
+
+    Raises:
+        ValueError: the text is not in this notation.
+    """
+    return () if text == "-" else tuple(map(int, text.split(">")))
+
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Shape:

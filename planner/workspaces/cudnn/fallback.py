@@ -14,7 +14,7 @@ formula, which follows from what cuDNN's algorithms need memory for:
 
 from __future__ import annotations
 
-from planner.workspaces.cudnn.convolution import FORWARD, GRAD_INPUT, Convolution
+from planner.workspaces.cudnn.convolution import FORWARD, GRAD_INPUT, Convolution, Sizes
 from planner.workspaces.cudnn.tables import Table
 
 CLOSE = 0.02
@@ -25,19 +25,19 @@ _ROUND_WHILE_READING = (9, 10, 11)
 """Major compute capabilities of the cards of data centers since Hopper."""
 
 
-def scaled_bytes(convolution: Convolution, table: Table, capability: tuple[int, int]) -> int | None:
-    """Returns the bytes that follow from the same convolution of the nearest number of samples in a table.
+def scaled_workspaces(convolution: Convolution, table: Table, capability: tuple[int, int]) -> Sizes:
+    """Returns the workspaces that follow from the same convolution of the nearest number of samples in a table.
 
     Args:
         capability: one of the table's.
 
     Returns:
-        None if the table does not have the convolution with any number of samples.
+        Nothing if the table does not have the convolution with any number of samples.
     """
     for other in table.with_other_batches(convolution):
-        if (size := table.workspace_bytes(other, capability)) is not None:
-            return round(size * _tensor_bytes(convolution) / _tensor_bytes(other))
-    return None
+        if sizes := table.workspaces(other, capability):
+            return tuple(round(size * _tensor_bytes(convolution) / _tensor_bytes(other)) for size in sizes)
+    return ()
 
 
 def estimated_bytes(convolution: Convolution, capability: tuple[int, int]) -> int:

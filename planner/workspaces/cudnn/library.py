@@ -144,23 +144,32 @@ def device(library: Library, text: str) -> _Descriptor:
     return described.finalize()
 
 
-def workspace_bytes(library: Library, card: _Descriptor, convolution: Convolution) -> int:
-    """Returns the bytes of the workspace of the algorithm that PyTorch takes on a card.
+def workspace_sizes(library: Library, card: _Descriptor, convolution: Convolution) -> tuple[int, ...]:
+    """Returns the bytes of the workspaces of the algorithms that PyTorch tries on a card, in the order of its trials.
+
+    The first one is what PyTorch takes where there is enough memory. If a workspace does not fit, PyTorch tries the
+    next algorithm. One that needs as much as an earlier one, or more, is left out, because it does not fit either.
 
     Raises:
         RefusedError: no algorithm computes this convolution on this card.
     """
     graph = _graph(library, convolution)
+    found: list[int] = []
     for mode in (_INSTANT, _FALLBACK):
         for configuration in _configurations(library, graph, card, mode):
             try:
                 if _passes(library, configuration, convolution):
                     size = (ctypes.c_int64 * 1)()
                     configuration.get(_WORKSPACE_BYTES, _INT64, size, 1)
-                    return size[0]
+                    if not found or size[0] < found[-1]:
+                        found.append(size[0])
             except RefusedError:
                 continue  # PyTorch, too, goes on to the next one if a configuration does not become a plan
-    raise RefusedError(f"no algorithm computes {convolution.text}")
+            if found and not found[-1]:
+                return tuple(found)
+    if not found:
+        raise RefusedError(f"no algorithm computes {convolution.text}")
+    return tuple(found)
 
 
 def _graph(library: Library, convolution: Convolution) -> _Descriptor:

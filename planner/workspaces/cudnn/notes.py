@@ -19,7 +19,6 @@ def notes(
     others: int,
     benchmark: bool,
     silent: Sequence[str],
-    fits: bool = True,
 ) -> Iterator[str]:
     """Yields notes on the workspaces of a plan's convolutions; none if it has no convolution.
 
@@ -29,7 +28,6 @@ def notes(
         others: number of convolutions whose scratch memory is not known, because they do not run on cuDNN.
         benchmark: True if `torch.backends.cudnn.benchmark` is on.
         silent: the reasons why libraries of this machine did not answer.
-        fits: False if the plan does not fit into the budget.
     """
     kinds = collections.Counter((each.source, each.version, each.is_exact) for each in answers)
     release = ".".join(torch_version.split(".")[:2])
@@ -57,11 +55,6 @@ def notes(
         yield (
             "torch.backends.cudnn.benchmark is on: cuDNN then chooses algorithms by their time, and while it tries "
             "them it takes more memory than is counted here"
-        )
-    if not fits and any(each.size_bytes for each in answers):
-        yield (
-            "if the workspace of a convolution does not fit, PyTorch takes a slower algorithm that needs less, so that "
-            "the step may run in less memory than this plan says"
         )
     if answers:
         yield from (f"cuDNN could not be asked: {reason}" for reason in silent)

@@ -8,6 +8,8 @@ import os
 import pathlib
 from collections.abc import Mapping
 
+from planner.workspaces.cudnn.convolution import Sizes, sizes_of, written
+
 _MOST_ANSWERS = 20_000
 """Maximum number of answers that a file keeps, about 2 MB. The oldest are dropped."""
 _MOST_FILES = 24
@@ -30,8 +32,8 @@ class Remembered:
     """Name of the file."""
     version: tuple[int, int, int] | None = None
     """Version of cuDNN; None if nothing is kept."""
-    workspaces: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes by the text of a convolution, -1 for those that the library cannot compute."""
+    workspaces: Mapping[str, Sizes] = dataclasses.field(default_factory=dict)
+    """Bytes by the text of a convolution, empty for those that the library cannot compute."""
 
     @classmethod
     def of(cls, path: pathlib.Path, capability: tuple[int, int]) -> Remembered:
@@ -42,7 +44,7 @@ class Remembered:
         """
         about = path.stat()
         identity = hashlib.sha256(f"{path.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
-        name = f"{identity}-{capability[0]}.{capability[1]}.txt"
+        name = f"{identity}-{capability[0]}.{capability[1]}.sizes"
         try:
             folder = cache_folder()
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,24 +56,24 @@ class Remembered:
             first, *lines = (folder / name).read_text(encoding="utf-8").splitlines()
             major, minor, patch = map(int, first.split())
             answers = (line.rpartition(" ") for line in lines)
-            return cls(folder, name, (major, minor, patch), {text: int(size) for text, _, size in answers})
+            return cls(folder, name, (major, minor, patch), {text: sizes_of(sizes) for text, _, sizes in answers})
         except (OSError, ValueError):  # there is none yet, or it is not complete: it is written anew
             return cls(folder, name)
 
-    def with_answers(self, version: tuple[int, int, int], found: Mapping[str, int]) -> Remembered:
+    def with_answers(self, version: tuple[int, int, int], found: Mapping[str, Sizes]) -> Remembered:
         """Returns these answers and new ones, and keeps them. The file is replaced as a whole."""
         together = {**(self.workspaces if version == self.version else {}), **found}
         result = dataclasses.replace(self, version=version, workspaces=together)
         if self.folder is not None:
             kept = list(together.items())[-_MOST_ANSWERS:]
-            lines = (" ".join(map(str, version)), *(f"{text} {size}" for text, size in kept))
-            written = self.folder / f"{self.name}.{os.getpid()}"
+            lines = (" ".join(map(str, version)), *(f"{text} {written(sizes)}" for text, sizes in kept))
+            new = self.folder / f"{self.name}.{os.getpid()}"
             try:
-                written.write_text("\n".join(lines) + "\n", encoding="utf-8")
-                written.replace(self.folder / self.name)
+                new.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                new.replace(self.folder / self.name)
                 _drop_oldest(self.folder)
             except OSError:  # the disk is full, or another process removed the file: this process has the answers
-                written.unlink(missing_ok=True)
+                new.unlink(missing_ok=True)
         return result
 
 

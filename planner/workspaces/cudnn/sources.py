@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from planner.workspaces.cudnn import tables
 from planner.workspaces.cudnn.asking import LIBRARY_VARIABLE, CannotAskError, Version, ask, libraries
-from planner.workspaces.cudnn.convolution import Convolution
-from planner.workspaces.cudnn.fallback import estimated_bytes, scaled_bytes
+from planner.workspaces.cudnn.convolution import Convolution, Sizes
+from planner.workspaces.cudnn.fallback import estimated_bytes, scaled_workspaces
 from planner.workspaces.cudnn.versions import expected, is_of_cuda_build, knows
 
 
@@ -41,12 +41,18 @@ class Source(enum.Enum):
 class Answer:
     """The workspace of one convolution."""
 
-    size_bytes: int
+    sizes: Sizes
+    """Bytes of the workspaces of the algorithms that PyTorch tries, at least one."""
     source: Source
     version: Version | None
     """The version of cuDNN that takes this workspace; None for a formula."""
     is_exact: bool
     """True if the planned release of PyTorch runs this version of cuDNN, and the card has this capability."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the workspace that PyTorch takes where there is enough memory."""
+        return self.sizes[0]
 
 
 _Situation = tuple[tuple[int, int], str, str | None]
@@ -92,7 +98,7 @@ def _found(
         *(answers for answers, is_exact in asked if not is_exact),
         _from_table(convolutions, capability, torch_version, exact=False),
         _scaled(convolutions, capability, torch_version),
-        {each: Answer(estimated_bytes(each, capability), Source.FORMULA, None, False) for each in convolutions},
+        {each: Answer(_estimated(each, capability), Source.FORMULA, None, False) for each in convolutions},
     ]
     for answers in reversed(sources):
         found.update(answers)
@@ -132,7 +138,7 @@ def _from_table(
     if exact and not is_exact:
         return {}
     nearest = table.nearest(capability)
-    sizes = {each: table.workspace_bytes(each, nearest) for each in convolutions}
+    sizes = {each: table.workspaces(each, nearest) for each in convolutions}
     return _answers(sizes, Source.TABLE, table.version, is_exact=is_exact)
 
 
@@ -144,7 +150,7 @@ def _scaled(
     if table is None:
         return {}
     nearest = table.nearest(capability)
-    sizes = {each: scaled_bytes(each, table, nearest) for each in convolutions}
+    sizes = {each: scaled_workspaces(each, table, nearest) for each in convolutions}
     return _answers(sizes, Source.SCALED, table.version, is_exact=False)
 
 
@@ -155,8 +161,14 @@ def _table(capability: tuple[int, int], torch_version: str) -> tables.Table | No
 
 
 def _answers(
-    sizes: Mapping[Convolution, int | None], source: Source, version: Version, *, is_exact: bool
+    workspaces: Mapping[Convolution, Sizes], source: Source, version: Version, *, is_exact: bool
 ) -> dict[Convolution, Answer]:
-    """Returns an answer for each convolution whose size is known."""
-    known = ((each, size) for each, size in sizes.items() if size is not None)
-    return {each: Answer(size, source, version, is_exact) for each, size in known}
+    """Returns an answer for each convolution whose workspaces are known."""
+    known = ((each, sizes) for each, sizes in workspaces.items() if sizes)
+    return {each: Answer(sizes, source, version, is_exact) for each, sizes in known}
+
+
+def _estimated(convolution: Convolution, capability: tuple[int, int]) -> Sizes:
+    """Returns the workspaces by the formula. The last algorithm that PyTorch tries takes none, as in all tables."""
+    size = estimated_bytes(convolution, capability)
+    return (size, 0) if size else (0,)

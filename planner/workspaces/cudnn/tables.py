@@ -16,7 +16,7 @@ import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from planner.workspaces.cudnn.convolution import Convolution, Shape
+from planner.workspaces.cudnn.convolution import Convolution, Shape, Sizes, sizes_of
 
 Version = tuple[int, int, int]
 
@@ -26,9 +26,37 @@ were compared with those of 9.20.0, 22,722 for each compute capability, and none
 FOLDER = pathlib.Path(str(importlib.resources.files("planner.profiles"))) / "cudnn"
 
 
-def written(workspaces: Sequence[int]) -> str:
-    """Returns the text for the workspaces of all kinds. An empty item stands for 0, '-' for none that is known."""
-    return ",".join("-" if size < 0 else str(size or "") for size in workspaces)
+_WORTH_LISTING = 3 / 4
+"""An algorithm is listed if its workspace is at most this fraction of the one listed before it."""
+
+
+def written(workspaces: Sequence[Sizes]) -> str:
+    """Returns the text for the workspaces of all kinds, for each kind those of the algorithms that PyTorch tries.
+
+    The list of almost every convolution ends with an algorithm without a workspace, which is left out; '!' says that
+    there is none. An empty item stands for 0, '-' for none that is known. Of algorithms that need nearly as much as
+    the one before them, only the first is kept, because the next one hardly ever fits where it does not.
+    """
+    return ",".join(map(_item, workspaces))
+
+
+def _item(sizes: Sizes) -> str:
+    if not sizes:
+        return "-"
+    kept: list[int] = []
+    for size in sizes:
+        if not kept or size <= _WORTH_LISTING * kept[-1]:
+            kept.append(size)
+    if kept[-1] == 0:
+        return ">".join(map(str, kept[:-1]))
+    return ">".join(map(str, kept)) + "!"
+
+
+def read_item(item: str) -> Sizes:
+    """Returns the workspaces of one kind, whose text is an item of what `written` returns."""
+    if item == "-" or not item:
+        return () if item else (0,)
+    return sizes_of(item[:-1]) if item.endswith("!") else (*sizes_of(item), 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,17 +83,16 @@ class Table:
         shapes = (Shape.of(f"{other},{rest}") for other in others if other != int(samples))
         return [Convolution(convolution.kind, shape) for shape in shapes]
 
-    def workspace_bytes(self, convolution: Convolution, capability: tuple[int, int]) -> int | None:
-        """Returns the bytes of a workspace; None if the table does not have the convolution.
+    def workspaces(self, convolution: Convolution, capability: tuple[int, int]) -> Sizes:
+        """Returns the bytes of the workspaces of a convolution; empty if the table does not have it.
 
         Args:
             capability: one of `capabilities`.
         """
         line, kind = self.lines.get(convolution.shape.text), self.kinds.get(convolution.kind.text)
         if line is None or kind is None:
-            return None
-        size = line.split(" ")[self.capabilities.index(capability)].split(",")[kind]
-        return None if size == "-" else int(size or 0)
+            return ()
+        return read_item(line.split(" ")[self.capabilities.index(capability)].split(",")[kind])
 
 
 def versions() -> tuple[Version, ...]:
