@@ -27,6 +27,7 @@ from planner.progress import Watch
 from planner.questions import plan_that_fits
 from planner.space.sharding import Cards, shardings
 from planner.workload.budget import Budget
+from planner.workload.model_loss import balances_experts
 from planner.workload.workload import Workload, resized
 
 
@@ -199,7 +200,12 @@ def _divided(
     batch = resized(
         workload.batch, samples, device=None, present=workload.batch_size, not_by_sample=workload.not_by_sample
     )
-    notes = (*workload.notes, *_batch_norm_notes(workload.model), *_loss_notes(workload))
+    notes = (
+        *workload.notes,
+        *_batch_norm_notes(workload.model),
+        *_experts_notes(workload.model),
+        *_loss_notes(workload),
+    )
     divided = tuple(
         dataclasses.replace(workload, batch=batch, batch_size=samples, notes=notes, sharding=(way,))
         for way in shardings(workload.model, cards)
@@ -222,6 +228,16 @@ def _batch_norm_notes(model: torch.nn.Module) -> tuple[str, ...]:
         f"'{norms[0]}' and other BatchNorm layers compute their statistics from the samples of one card, so that "
         "training differs from that on one card: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them use "
         "the samples of all cards",
+    )
+
+
+def _experts_notes(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return a note if the model's loss balances its experts over the tokens of one card."""
+    if not balances_experts(model):
+        return ()
+    return (
+        "each card balances the experts over its own tokens (output_router_logits), so that training differs from that "
+        "on one card: the loss of the labels is the same, the term that balances the experts is not",
     )
 
 

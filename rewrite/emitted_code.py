@@ -146,8 +146,8 @@ def torchrun(plan: Plan) -> str:
     If the cards are in several machines, the command is for each of them, and HOST is the name of one of them.
     """
     cards = cards_of(plan.decisions)
-    machines = -(-cards // (plan.cards_per_node or CARDS_PER_NODE))
-    if machines == 1:
+    each = next(n for n in range(min(cards, plan.cards_per_node or CARDS_PER_NODE), 0, -1) if cards % n == 0)
+    if each == cards:
         return f"torchrun --nproc-per-node {cards}"
     where = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    return f"torchrun --nnodes {machines} --nproc-per-node {-(-cards // machines)} {where}"
+    return f"torchrun --nnodes {cards // each} --nproc-per-node {each} {where}"

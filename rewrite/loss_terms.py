@@ -11,7 +11,7 @@ import torch
 
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment
-from planner.rewrite.portable.loss_terms import counted_labels, samples_only
+from planner.rewrite.portable.loss_terms import counted_labels, labels_of_experts, samples_only
 from planner.rewrite.rewriting import LossWeight, Rewriting
 from planner.workload.model_loss import own_loss
 
@@ -26,6 +26,8 @@ def loss_terms_of(rewriting: Rewriting) -> Callable[[Any, int], torch.Tensor | f
     own = own_loss(rewriting.model, rewriting.calling, rewriting.loss_fn)
     if own is None:
         return samples_only
+    if own.balances_experts:
+        return functools.partial(labels_of_experts, shifted=own.shifted, ignored=own.ignored)
     return functools.partial(counted_labels, shifted=own.shifted, ignored=own.ignored, divides=own.divides)
 
 
@@ -53,12 +55,16 @@ def terms_source(plan: Plan) -> EmittedCode:
     if by_labels and own is not None:
         constants.append(assignment("LABELS_SHIFTED", own.shifted) + _SHIFTED_COMMENT)
         constants.append(assignment("IGNORED_LABEL", own.ignored))
-        constants.append(assignment("LOSS_DIVIDES", own.divides) + _DIVIDES_COMMENT)
+        if not own.balances_experts:
+            constants.append(assignment("LOSS_DIVIDES", own.divides) + _DIVIDES_COMMENT)
+    counting: tuple[Callable[..., Any], ...] = (samples_only,)
+    if by_labels and own is not None:
+        counting = (counted_labels, labels_of_experts) if own.balances_experts else (counted_labels,)
     return EmittedCode(
         imports=("import copy", "import dataclasses", "from collections.abc import Mapping"),
         constants=tuple(constants),
-        functions=(inspect.getsource(counted_labels if by_labels else samples_only),),
-        defaults=(_LOSS_TERMS,) if by_labels else (),
+        functions=tuple(map(inspect.getsource, counting)),
+        defaults=(_LOSS_TERMS_OF_EXPERTS if labels_of_experts in counting else _LOSS_TERMS,) if by_labels else (),
         options=("loss_terms=loss_terms",) if by_labels else ("loss_terms",),
         main_arguments=() if by_labels else ("loss_terms=samples_only",),
     )
@@ -68,6 +74,12 @@ _LOSS_TERMS = '''\
 def loss_terms(batch, samples):
     """Count the terms that this model's loss is a mean over."""
     return counted_labels(batch, samples, shifted=LABELS_SHIFTED, ignored=IGNORED_LABEL, divides=LOSS_DIVIDES)
+'''
+
+_LOSS_TERMS_OF_EXPERTS = '''\
+def loss_terms(batch, samples):
+    """Count the terms that this model's loss is a mean over, besides the term that balances its experts."""
+    return labels_of_experts(batch, samples, shifted=LABELS_SHIFTED, ignored=IGNORED_LABEL)
 '''
 
 _NOT_BY_SAMPLE_COMMENT = "  # paths of tensors that each micro-batch gets whole"

@@ -73,6 +73,11 @@ def parse_constraints(
         DecisionError: a name is unknown, or two options contradict each other.
     """
     forced, forbidden = _names(force), _names(forbid)
+    if divided := [name for name in known_kinds(forbidden) if KINDS[name].role is Role.SHARDING]:
+        raise DecisionError(
+            f"'{divided[0]}' cannot be forbidden: several cards always use it, and one card never does; choose how the "
+            "model is divided with sharding (--sharding)"
+        )
     if only is not None:
         allowed, excluded = known_kinds(_names(only)), {canonical_kind(name) for name in forbidden}
         for name in allowed:
@@ -84,7 +89,10 @@ def parse_constraints(
             raise DecisionError(
                 f"technique '{others[0]}' is forced, but 'only' does not name it: add it there, or do not force it"
             )
-        forbidden = tuple(name for name in KINDS if name not in allowed)
+        # How several cards divide the model is not a matter of `only`.
+        forbidden = tuple(
+            name for name, kind in KINDS.items() if name not in allowed and kind.role is not Role.SHARDING
+        )
     return Constraints(
         fidelity=Fidelity.parse(fidelity),
         forced=forced,

@@ -171,6 +171,9 @@ class OwnLoss:
 
     A training step of `rewrite.apply` checks the guess. An emitted file requires the argument `loss_terms` instead.
     """
+    balances_experts: bool = False
+    """True if the loss has a term that balances the experts of the model, which is not divided by
+    `num_items_in_batch`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

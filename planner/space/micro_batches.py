@@ -12,6 +12,7 @@ from planner.errors import DecisionError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.decisions import Accumulation
+from planner.workload.model_loss import balances_experts
 from planner.workload.workload import Workload, batch_size_of, map_batch
 
 _MICRO_BATCH_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
@@ -111,10 +112,9 @@ def _changed_gradient(model: torch.nn.Module) -> str | None:
 
 
 def _balances_experts(workload: Workload) -> bool:
-    """True if a transformers model adds a term to its loss that balances its experts and is not a mean over tokens."""
+    """True if the model's own loss balances its experts, by its config or because the batch asks for it."""
     in_batch = workload.batch.get("output_router_logits") if isinstance(workload.batch, Mapping) else None
-    config = getattr(workload.model, "config", None)
-    return bool(getattr(config, "output_router_logits", False) if in_batch is None else in_batch)
+    return balances_experts(workload.model) if in_batch is None else bool(in_batch)
 
 
 def splits_of(batch_size: int) -> Iterator[MicroBatching]:

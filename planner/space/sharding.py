@@ -65,7 +65,7 @@ class Cards:
             if not copies_and_shards or self.mesh[0] * self.mesh[1] != self.count:
                 raise WorkloadError(
                     f"a mesh of {' x '.join(map(str, self.mesh))} is not one of {self.count} cards with at least two "
-                    f"copies of the model, and two cards for each copy: {_mesh_advice(self.count)}"
+                    f"copies of the model and two cards for each copy: {_mesh_advice(self.count)}"
                 )
             if self.way in ("ddp", "zero1"):
                 raise WorkloadError(
@@ -95,7 +95,7 @@ def _mesh_advice(count: int) -> str:
     """Returns what to give instead of a mesh that does not have this number of cards."""
     sizes = [size for size in range(2, min(count // 2, CARDS_PER_NODE) + 1) if not count % size]
     if not sizes:
-        return "leave the mesh out, because this number of cards has no such mesh"
+        return "leave the mesh out, which needs at least 4 cards and a number of cards that can be divided"
     return f"give the number of copies and the cards for each copy, such as {count // sizes[-1]}x{sizes[-1]}"
 
 
@@ -131,6 +131,12 @@ def several_cards(
     if not is_number and count != FEWEST:
         raise WorkloadError(
             f"cards={count!r}: give the number of cards, at least 2, or '{FEWEST}'; leave it out for one"
+        )
+    if per_node and is_number and int(count) > per_node and int(count) % per_node:
+        fitting = [each for each in range(1, CARDS_PER_NODE + 1) if not int(count) % each]
+        raise WorkloadError(
+            f"{count} cards cannot be divided evenly among machines of {per_node} cards: give {fitting[-1]} cards for "
+            "each machine, or another number of cards"
         )
     own = None
     if parallelize is not None:

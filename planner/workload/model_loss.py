@@ -41,7 +41,13 @@ def own_loss(model: torch.nn.Module, calling: Calling, loss_fn: LossFn | None) -
         ignored=ignored_label(model),
         divides=divides_by_count(type(takes_the_loss(model))),
         certain=_is_certain(takes_the_loss(model)),
+        balances_experts=balances_experts(model),
     )
+
+
+def balances_experts(model: torch.nn.Module) -> bool:
+    """True if a transformers model adds a term to its loss that balances its experts and is not a mean over tokens."""
+    return bool(getattr(getattr(takes_the_loss(model), "config", None), "output_router_logits", False))
 
 
 def shifts_labels(model: torch.nn.Module) -> bool:

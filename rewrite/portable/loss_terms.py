@@ -35,6 +35,20 @@ def counted_labels(batch, samples, *, shifted, ignored, divides=False):
     return (labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(ignored).sum(dtype=torch.float64)
 
 
+def labels_of_experts(batch, samples, *, shifted, ignored):
+    """Return the same as `counted_labels` for a model whose loss also balances its experts.
+
+    Raises ValueError if the batch has `num_items_in_batch`: the model divides only one of the two terms by it, so that
+    no factor for the loss is right for both.
+    """
+    if batch.get("num_items_in_batch") is not None:
+        raise ValueError(
+            "the loss of this model balances its experts (output_router_logits), and this term is not divided by "
+            "num_items_in_batch: leave num_items_in_batch out of the batch"
+        )
+    return counted_labels(batch, samples, shifted=shifted, ignored=ignored)
+
+
 def share_of_rank(batch, *, batch_size, loss_terms, not_by_sample=(), alike=1):
     """Return the factor for the loss of this rank with which the mean over all ranks is the loss of the whole batch.
 

@@ -90,9 +90,15 @@ def test_every_name_of_a_technique_means_the_same(decision: type[Decision]):
     for name in filter(None, (decision.kind, decision.former_kind, *decision.aliases)):
         assert canonical_kind(name) == decision.kind
         assert constraints(fidelity="partial", force=name).force(decision)
-        assert not constraints(fidelity="partial", forbid=[name]).allow(decision)
         only = constraints(fidelity="partial", only=(name,))
-        assert [kind for kind in KINDS.values() if only.allow(kind)] == [decision]
+        assert {kind for kind in KINDS.values() if only.allow(kind)} == {decision, Shard}
+        if decision is not Shard:
+            assert not constraints(fidelity="partial", forbid=[name]).allow(decision)
+
+
+def test_how_several_cards_divide_a_model_cannot_be_forbidden():
+    with pytest.raises(DecisionError, match="'shard' cannot be forbidden: several cards always use it"):
+        constraints(forbid=("accumulation", "shard"))
 
 
 def test_two_names_of_one_technique_contradict_each_other_like_one():

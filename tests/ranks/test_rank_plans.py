@@ -290,6 +290,7 @@ def test_a_slower_link_makes_the_step_slower_and_changes_no_byte():
     {
         "an odd batch": ({"cards": 3}, "a batch of 16 samples cannot be divided evenly among 3 cards"),
         "one card": ({"sharding": "fsdp"}, "describe several cards: give"),
+        "uneven machines": ({"cards": 16, "cards_per_node": 6}, "give 8 cards for each machine"),
         "an unknown way": ({"cards": 2, "sharding": "tp"}, "sharding 'tp' is unknown: choose from ddp"),
         "an unknown link": ({"cards": 2, "link": "nvlink-9"}, "link 'nvlink-9' is unknown: choose from nvlink-2"),
         "a run": ({"cards": 2, "between": "save"}, "a whole run cannot be planned for several cards"),

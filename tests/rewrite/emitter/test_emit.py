@@ -308,6 +308,7 @@ def test_the_header_for_a_dividing_function_of_the_users_own_has_it_and_its_mesh
         (8, None, "torchrun --nproc-per-node 8"),
         (16, None, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
         (16, 16, "torchrun --nproc-per-node 16"),
+        (20, None, "torchrun --nnodes 4 --nproc-per-node 5 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
         (4, 2, "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
     ],
 )
