@@ -17,6 +17,38 @@ _UNITS, _ACCELERATE = "tests/ranks/test_accelerate_units.py", "tests/ranks/test_
 
 FAULTS = [
     Fault(
+        name="ranks-count-the-balance-of-experts-once-each",
+        path="planner/rewrite/loss_terms.py",
+        old="    if own.balances_experts:\n        return",
+        new="    if own.balances_experts and not own.divides:\n        return",
+        tests=("tests/rewrite/test_loss_of_experts.py::test_the_live_step_does_so_too",),
+        why="on N cards the term that balances experts counts N times if batches have num_items_in_batch",
+    ),
+    Fault(
+        name="ranks-start-more-processes-than-cards",
+        path="planner/rewrite/emitted_code.py",
+        old="if cards % n == 0)",
+        new="if n > 0)",
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_names_the_command_that_starts_it_on_each_machine",),
+        why="torchrun starts another number of processes than the emitted file takes",
+    ),
+    Fault(
+        name="ranks-on-uneven-machines",
+        path="planner/space/sharding.py",
+        old="int(count) > per_node and int(count) % per_node:",
+        new="int(count) > per_node and int(count) < 0:",
+        tests=("tests/ranks/test_rank_plans.py::test_what_cannot_be_planned_is_refused_by_name",),
+        why="machines of a size that does not divide the number of cards are planned",
+    ),
+    Fault(
+        name="ranks-shard-forbidden-in-vain",
+        path="planner/plan_types/constraints.py",
+        old="KINDS[name].role is Role.SHARDING]:",
+        new="KINDS[name].role is None]:",
+        tests=("tests/plan_types/test_technique_names.py::test_how_several_cards_divide_a_model_cannot_be_forbidden",),
+        why="a technique is forbidden, and the plan uses it",
+    ),
+    Fault(
         name="accelerate-gathers-embeddings-with-the-rest",
         path="planner/space/accelerate_units.py",
         old="        units.append(paths[id(given)])\n",

@@ -6,6 +6,38 @@ from benchmarks.faults.fault import Fault
 
 FAULTS = (
     Fault(
+        name="lengthened-without-comparing-two-layers",
+        path="planner/choose/lengthen.py",
+        old="                if self._described(items[index], one) != self._described(items[same], other):",
+        new="                if self._described(items[index], one) == ():",
+        tests=("tests/choose/test_lengthen.py::test_layers_that_are_used_differently_or_together_are_not_lengthened",),
+        why="layers that differ are copied as if they were alike",
+    ),
+    Fault(
+        name="lengthened-whatever-the-layers-read",
+        path="planner/recording/layer_runs.py",
+        old="    return index if found is None else found[1]",
+        new="    return None if found is None else found[1]",
+        tests=("tests/choose/test_lengthen.py::test_the_recording_of_the_baseline_shows_layers_that_differ",),
+        why="layers that read other tensors are copied as if they were alike",
+    ),
+    Fault(
+        name="lengthened-with-one-backward-for-all-copies",
+        path="planner/choose/layer_windows.py",
+        old="self._lengths[passed] * (1 if passed.upwards else -1)",
+        new="self._lengths[passed] * (1 if passed.upwards else 0)",
+        tests=("tests/choose/test_lengthen.py::test_a_model_of_plain_layers_is_lengthened",),
+        why="the layers that were left out run their backwards at the same time",
+    ),
+    Fault(
+        name="lengthened-without-the-update-of-all-layers",
+        path="planner/choose/recordings.py",
+        old="        has_other = has_role(decisions, Role.OPTIMIZER) or self._is_lengthened(key)",
+        new="        has_other = has_role(decisions, Role.OPTIMIZER)",
+        tests=("tests/choose/test_lengthen.py::test_the_search_gets_the_update_of_all_layers",),
+        why="the search sees the update of six layers only",
+    ),
+    Fault(
         name="default-batch-is-always-the-largest",
         path="planner/default_batch.py",
         old="measure(predicted, card, vram_bytes=budget.usable_bytes).fits",

@@ -7,10 +7,12 @@ import torch
 
 from planner.choose.graft_optimizer import graft_update
 from planner.choose.lengthen import lengthened
-from planner.plan_types.decisions import Accumulation, Precision
-from planner.recording.layer_runs import FEWEST, KEPT, layer_runs, takes_the_same_ops
-from planner.recording.step_graph import Op, Phase, StepGraph
+from planner.choose.recordings import Recordings
+from planner.plan_types.decisions import Accumulation, Optimizer, Precision
+from planner.recording.layer_runs import FEWEST, KEPT, LayerRun, layer_runs, takes_the_same_ops
+from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.rewrite.rehearse import certifying_graph, start_rehearsal, start_update
+from planner.space.micro_batches import MicroBatching
 from planner.workload.workload import Workload, workload
 from tests.support.workloads import BARE, transformer, what_if
 
@@ -217,3 +219,27 @@ def test_runs_are_found_by_structure():
     (run,) = layer_runs(Net())
     assert (run.container, run.first, run.layers) == ("mixed", 1, FEWEST)
     assert run.left_out == FEWEST - KEPT
+
+
+@pytest.mark.parametrize("config", [(), (Optimizer(),)], ids=["the user's optimizer", "8-bit optimizer"])
+def test_the_search_gets_the_update_of_all_layers(config):
+    work = layers("one after the other")
+
+    def recorded(runs: tuple[LayerRun, ...]) -> StepGraph:
+        recordings = Recordings(
+            lambda decisions, sizes, runs: start_rehearsal(
+                work, decisions, BARE, sizes=sizes, steps=1, primed=True, what_if=True, runs=runs
+            ),
+            lambda decisions: start_update(work, decisions, BARE, [n for n, _ in work.model.named_parameters()]),
+            lambda graph: graph,
+            runs=runs,
+        )
+        return recordings.of(config, MicroBatching(micro_batches=1, size=work.batch_size))
+
+    longer, full = recorded(layer_runs(work.model)), recorded(())
+    (ops, start), (all_ops, all_start) = of_step(longer), of_step(full)
+    assert [(op.name, op.tick - start) for op in ops] == [(op.name, op.tick - all_start) for op in all_ops]
+    ticks, all_ticks = ([op.tick for op in each] for each in (ops, all_ops))
+    assert (longer.live_bytes()[ticks] == full.live_bytes()[all_ticks]).all()
+    for category in Category:
+        assert longer.bytes_of(category) == full.bytes_of(category)

@@ -293,7 +293,7 @@ def test_a_slower_link_makes_the_step_slower_and_changes_no_byte():
         "uneven machines": ({"cards": 16, "cards_per_node": 6}, "give 8 cards for each machine"),
         "an unknown way": ({"cards": 2, "sharding": "tp"}, "sharding 'tp' is unknown: choose from ddp"),
         "an unknown link": ({"cards": 2, "link": "nvlink-9"}, "link 'nvlink-9' is unknown: choose from nvlink-2"),
-        "a run": ({"cards": 2, "between": "save"}, "a whole run cannot be planned for several cards"),
+        "a run": ({"cards": 2, "between": ["save"]}, "a whole run cannot be planned for several cards"),
     }.values(),
 )
 def test_what_cannot_be_planned_is_refused_by_name(options, message):
