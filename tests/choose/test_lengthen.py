@@ -237,8 +237,8 @@ def test_the_search_gets_the_update_of_all_layers(config):
         return recordings.of(config, MicroBatching(micro_batches=1, size=work.batch_size))
 
     longer, full = recorded(layer_runs(work.model)), recorded(())
-    (ops, start), (all_ops, all_start) = of_step(longer), of_step(full)
-    assert [(op.name, op.tick - start) for op in ops] == [(op.name, op.tick - all_start) for op in all_ops]
+    (ops, _), (all_ops, _) = of_step(longer), of_step(full)
+    assert [op.name for op in ops] == [op.name for op in all_ops]
     ticks, all_ticks = ([op.tick for op in each] for each in (ops, all_ops))
     assert (longer.live_bytes()[ticks] == full.live_bytes()[all_ticks]).all()
     for category in Category:
