@@ -107,7 +107,7 @@ def sharded_plan_that_fits(
         if once is not None:
             ways.appendleft(once)
     if not found:
-        raise failed[-1][1]
+        raise _error_of(failed)
     chosen = _fastest([plan for _, plan in found if plan is not None])
     if chosen is None:
         return None
@@ -129,6 +129,15 @@ def smallest_way(
     """
     *_, work = _divided(workload, card, cards, watch=watch)
     return work, _with_links(card, cards, work)
+
+
+def _error_of(failed: Sequence[tuple[Workload, StepError | TimeLimitError]]) -> StepError | TimeLimitError:
+    """Return the error to raise if no way to divide the model can be planned: it has the reason of each way."""
+    last = failed[-1][1]
+    if isinstance(last, TimeLimitError) or len({str(error) for _, error in failed}) == 1:
+        return last
+    reasons = "; ".join(f"{describe_sharding(work.sharding)}: {error}" for work, error in failed)
+    return WorkloadError(f"no way to divide the model can be planned. {reasons}")
 
 
 def describe_sharding(sharding: Sequence[Decision]) -> str:

@@ -132,6 +132,9 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
                 f"check that {name} steps without a closure outside of the planner; a step that needs one, because it "
                 "runs the model again, cannot be planned: give the optimizer that it wraps, or another one"
             )
+    if "Expected to have finished reduction" in message:  # the advice of PyTorch follows in lines of their own
+        message = "DistributedDataParallel waits for the gradient of a parameter that the loss does not use"
+        way_out = "set requires_grad_(False) for the parameters that are not used, or shard the model (fsdp)"
     if "same device" in message:
         way_out = _ON_HOST
     if "getNewGenerator" in message:

@@ -301,6 +301,34 @@ def test_what_cannot_be_planned_is_refused_by_name(options, message):
         planner.plan(llama(1), batch(), vram="1GiB", gpu="bare", **options)
 
 
+class WithIdleParts(torch.nn.Module):
+    """A layer that the loss does not use; FSDP2 cannot shard its scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (self.used(x) * self.scale).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        (
+            {"sharding": "ddp"},
+            ["waits for the gradient of a parameter that the loss does not use", "requires_grad_(False)"],
+        ),
+        ({}, ["no way to divide the model can be planned", "that the loss does not use", "FSDP2 cannot shard"]),
+    ],
+)
+def test_parameters_that_the_loss_does_not_use_are_refused_with_a_way_out(options, messages):
+    with pytest.raises(WorkloadError) as error:
+        planner.plan(WithIdleParts(), torch.zeros(4, 4), vram="1GiB", gpu="bare", cards=2, **options)
+    assert all(message in str(error.value) for message in messages)
+
+
 def test_a_step_of_the_users_own_is_refused():
     with pytest.raises(WorkloadError, match="a training step of your own cannot be planned for several cards"):
         planner.plan(llama(1), batch(), vram="1GiB", gpu="bare", cards=2, step=lambda model, optimizer, batch: None)
