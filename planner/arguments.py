@@ -91,7 +91,9 @@ def _are_activities(value: Any) -> bool:
 
 
 def _makes_optimizers(value: Any) -> bool:
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
+    if isinstance(value, Mapping):
+        return True  # the optimizers of a step of the user's own: `optimizer_choice` names the one that is wrong
+    parts = value if isinstance(value, (list, tuple)) else (value,)
     return all(isinstance(part, str) or callable(part) or hasattr(part, "param_groups") for part in parts)
 
 

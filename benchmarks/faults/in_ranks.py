@@ -267,8 +267,8 @@ FAULTS = [
     Fault(
         name="rank-starts-all-cards-on-one-machine",
         path="rewrite/emitted_code.py",
-        old="    machines = -(-cards // (plan.cards_per_node or CARDS_PER_NODE))\n",
-        new="    machines = 1\n",
+        old="range(min(cards, plan.cards_per_node or CARDS_PER_NODE), 0, -1)",
+        new="range(cards, 0, -1)",
         tests=("tests/rewrite/emitter/test_emit.py::test_a_file_names_the_command_that_starts_it_on_each_machine",),
         why="the printed command starts 16 processes on a machine with 8 cards",
     ),

@@ -79,7 +79,7 @@ def test_the_ways_are_those_that_the_user_allows():
         "no number": ({"count": 1}, "cards=1: give the number of cards, at least 2"),
         "another mesh": ({"count": 8, "mesh": (2, 2)}, "a mesh of 2 x 2 is not one of 8 cards .*, such as 2x4$"),
         "a mesh of one copy": ({"count": 20, "mesh": (1, 20)}, "a mesh of 1 x 20 is not one .*, such as 4x5$"),
-        "a prime number of cards": ({"count": 7, "mesh": (2, 4)}, "leave the mesh out, because this number of cards"),
+        "a prime number of cards": ({"count": 7, "mesh": (2, 4)}, "leave the mesh out, which needs at least 4 cards"),
         "copies in a mesh": ({"count": 8, "mesh": (2, 4), "way": "ddp"}, "a mesh is for sharded models"),
         "offloaded copies": ({"count": 8, "way": "zero1", "offload": True}, "offloading is for sharded models"),
     }.values(),

@@ -193,7 +193,7 @@ def test_a_step_that_cannot_be_rehearsed_is_refused_with_the_way_out(step, optim
         ({"optimizer": ("adamw", "sgd")}, "several optimizers were given"),
         ({"optimizer": {}, "step": gan}, "no optimizer was given"),
         ({"optimizer": {"G": 3}, "step": gan}, "optimizer 'G' is of type int"),
-        ({"step": 3}, "step is of type int"),
+        ({"step": 3}, "step is 3 .int.: give a function"),
         ({"step": gan, "loss_fn": gan}, "leave loss_fn out"),
         ({"step": gan, "gradients_alive": True}, "gradients_alive"),
     ],
