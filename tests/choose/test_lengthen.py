@@ -167,6 +167,8 @@ class Layers(torch.nn.Module):
             x = torch.relu(layer(x))
             if self.way == "every third is doubled" and number % 3 == 2:
                 x = x * 2
+            if self.way == "every other is wider inside":
+                x = x.repeat(1, 1 + number % 2)[:, :16]
             outputs.append(x)
         if self.way == "all outputs are summed":
             return torch.stack(outputs).sum(0).square().mean()
@@ -186,7 +188,7 @@ def test_a_model_of_plain_layers_is_lengthened():
     assert_equal(graft_update(longer, update), graft_update(full, update))
 
 
-@pytest.mark.parametrize("way", ["every third is doubled", "all outputs are summed"])
+@pytest.mark.parametrize("way", ["every third is doubled", "every other is wider inside", "all outputs are summed"])
 def test_layers_that_are_used_differently_or_together_are_not_lengthened(way):
     work = layers(way)
     assert with_all_layers(shortened(work), work) is None
