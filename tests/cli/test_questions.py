@@ -71,7 +71,7 @@ def test_only_forbids_everything_else(folder, capsys):
     code, data = run("--gpu", "bare", "--vram", "4MiB", "--only", "checkpoint,accumulation", capsys=capsys)
     assert code == 0
     assert {decision["kind"] for decision in data["decisions"]} <= {"checkpoint", "accumulation"}
-    assert set(data["forbidden"]) == set(KINDS) - {"checkpoint", "accumulation"}
+    assert set(data["forbidden"]) == set(KINDS) - {"checkpoint", "accumulation", "shard"}
 
 
 @pytest.mark.parametrize(
