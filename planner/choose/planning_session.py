@@ -95,7 +95,7 @@ class PlanningSession:
             None if workload.step else lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
             is_last_different=any(way.keeps_whole_gradients for way in workload.sharding),
-            runs=layer_runs(workload.model) if workload.gradient_names is None else (),
+            runs=() if workload.sharding or workload.gradient_names else layer_runs(workload.model),
             are_alike=functools.cache(lambda run: takes_the_same_ops(self.baseline_graph, run)),
         )
         self._candidates = Candidates(
