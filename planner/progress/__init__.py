@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from planner.plan_types.sizes import format_size
+from planner.progress.threads import in_thread
 
 _HEARTBEAT_SECONDS = 1.0
 """Minimum time between two records of which neither the stage nor the best plan differs."""
@@ -166,19 +167,13 @@ class Watch:
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
         """Report progress about once a second from another thread, while this one waits for something else."""
-        is_over = threading.Event()
 
-        def report() -> None:
+        def report(is_over: threading.Event) -> None:
             while not is_over.wait(_HEARTBEAT_SECONDS):
                 self._send()
 
-        thread = threading.Thread(target=report, daemon=True)
-        thread.start()
-        try:
+        with in_thread(report):
             yield
-        finally:
-            is_over.set()
-            thread.join()
 
     def relay(self, progress: Progress) -> None:
         """Report what another process reported about the same planning."""

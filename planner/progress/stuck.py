@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from planner.progress import Watch
+from planner.progress.threads import in_thread
 
 _SECONDS_BETWEEN_CHECKS = 0.5
 _GRACE_SECONDS = 3.0
@@ -26,18 +27,12 @@ def ended_if_stuck(watch: Watch, end: Callable[[], None]) -> Iterator[None]:
     if watch.limit_seconds is None:
         yield
         return
-    is_over = threading.Event()
 
-    def look() -> None:
+    def look(is_over: threading.Event) -> None:
         while not is_over.wait(_SECONDS_BETWEEN_CHECKS) and not watch.is_checked:
             if watch.overrun_seconds > _GRACE_SECONDS:
                 end()
                 return
 
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
+    with in_thread(look):
         yield
-    finally:
-        is_over.set()
-        thread.join()

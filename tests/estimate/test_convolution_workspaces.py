@@ -103,7 +103,7 @@ def test_cudnn_benchmark_and_convolutions_that_are_not_cudnns_are_noted():
 
 
 def test_near_the_budget_convolutions_take_the_algorithm_that_fits(monkeypatch):
-    """What the step needs at least is without the workspaces, and what it needs with the fastest ones is larger."""
+    """Without room for the fastest algorithms, the step needs fewer bytes than with them."""
     sizes = {"forward": 300 * MIB, "grad_input": 200 * MIB, "grad_weight": 0}
     monkeypatch.setattr(
         convolutions,
