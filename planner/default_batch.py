@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from planner import pipeline
-from planner.estimate.extrapolate import BASE_SIZES, extrapolate
+from planner.derive.extrapolate import BASE_SIZES, extrapolate
 from planner.estimate.footprint import measure
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch

@@ -358,36 +358,36 @@ FAULTS = (
     ),
     Fault(
         name="graft-state-from-the-update-on",
-        path="planner/choose/graft_optimizer.py",
+        path="planner/derive/graft_optimizer.py",
         old="        return [(0, end + shift)] if storage.lives else []",
         new="        return [(begin + shift, end + shift)] if storage.lives else []",
         tests=(
-            "tests/choose/test_graft_optimizer.py"
+            "tests/derive/test_graft_optimizer.py"
             "::test_the_grafted_recording_is_the_recorded_one[roberta-decisions0-whole-8 bits]",
         ),
         why="optimizer state is not counted during forward and backward",
     ),
     Fault(
         name="graft-keeps-the-old-state",
-        path="planner/choose/graft_optimizer.py",
+        path="planner/derive/graft_optimizer.py",
         old=(
             "    if storage.category is Category.OPTIMIZER_STATE:\n"
             "        return dataclasses.replace(storage, lives=[])\n"
         ),
         new="",
         tests=(
-            "tests/choose/test_graft_optimizer.py"
+            "tests/derive/test_graft_optimizer.py"
             "::test_the_grafted_recording_is_the_recorded_one[roberta-decisions0-whole-8 bits]",
         ),
         why="the state of two optimizers is counted",
     ),
     Fault(
         name="extrapolate-from-the-wrong-size",
-        path="planner/estimate/extrapolate.py",
+        path="planner/derive/extrapolate.py",
         old="pair[0] + (samples - BASE_SIZES[0]) * (pair[1] - pair[0])",
         new="pair[0] + (samples - BASE_SIZES[1]) * (pair[1] - pair[0])",
         tests=(
-            "tests/estimate/test_extrapolate.py::test_the_predicted_recording_is_the_recorded_one[roberta-decisions0]",
+            "tests/derive/test_extrapolate.py::test_the_predicted_recording_is_the_recorded_one[roberta-decisions0]",
         ),
         why="a recording is predicted for one sample fewer than planned",
     ),

@@ -18,7 +18,7 @@ from planner.choose.candidates import Candidates, ChunkedCandidates, optimizer_n
 from planner.choose.certificates import Certificates
 from planner.choose.choice import Choice, Config
 from planner.choose.chooser import Chooser
-from planner.choose.recordings import Recordings, Start
+from planner.choose.recordings import Recordings, Start, runs_to_shorten
 from planner.errors import StepError
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
@@ -27,7 +27,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.recording.layer_runs import layer_runs, takes_the_same_ops
+from planner.recording.layer_runs import takes_the_same_ops
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.space.by_sample import BySampleCheck, StartForward
 from planner.space.carried_state import carried_state
@@ -95,7 +95,7 @@ class PlanningSession:
             None if workload.step else lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
             is_last_different=any(way.keeps_whole_gradients for way in workload.sharding),
-            runs=() if workload.sharding or workload.gradient_names else layer_runs(workload.model),
+            runs=runs_to_shorten(workload),
             are_alike=functools.cache(lambda run: takes_the_same_ops(self.baseline_graph, run)),
         )
         self._candidates = Candidates(

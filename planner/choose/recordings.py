@@ -10,19 +10,23 @@ the update is part of the backward. Of many identical layers only a few are reco
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
 
-from planner.choose.graft_optimizer import can_be_grafted, graft_update
-from planner.choose.lengthen import lengthened
+from planner.derive.extrapolate import BASE_SIZES, extrapolate
+from planner.derive.graft_optimizer import can_be_grafted, graft_update
+from planner.derive.lengthen import lengthened
+from planner.derive.same_step import is_same_step
 from planner.errors import PlannerError, StepError, WorkloadError
-from planner.estimate.extrapolate import BASE_SIZES, extrapolate
 from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
-from planner.recording.layer_runs import LayerRun
+from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs
 from planner.recording.step_graph import StepGraph
 from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Child
+from planner.workload.workload import Workload
 
 Start = Callable[[tuple[Decision, ...], tuple[int, ...], tuple[LayerRun, ...]], Child]
 """Starts a child process that records one step.
@@ -35,6 +39,16 @@ StartUpdate = Callable[[tuple[Decision, ...]], Child]
 
 _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
 """Decisions and micro-batch sizes of a recording. Without sizes, it is a recording of the update alone."""
+
+
+def runs_to_shorten(workload: Workload) -> tuple[LayerRun, ...]:
+    """Returns the runs of layers of which recordings may have only a few."""
+    if workload.gradient_names is not None:
+        return ()
+    if any(way.divides_parameters_by == 1 for way in workload.sharding):
+        return ()  # DistributedDataParallel puts the gradients of several layers into one bucket
+    is_gathered = any(way.gathers_parameters for way in workload.sharding)
+    return layer_runs(workload.model, KEPT_WHEN_GATHERED if is_gathered else KEPT)
 
 
 class Recordings:
@@ -62,6 +76,10 @@ class Recordings:
                 when a recording is asked for.
         """
         self._runs, self._are_alike = runs, are_alike
+        self._trial: tuple[_Key, Child] | None = None
+        """The first recording that is to be lengthened, and one of the same step with one more layer of each run. None
+        before it is started, and after the two were compared."""
+        self._is_tried = False
         self._start, self._start_update = start, start_update
         self._finish = finish
         self._most_parts = 3 if is_last_different else 2
@@ -151,9 +169,11 @@ class Recordings:
 
     def close(self) -> None:
         """End the recordings that are still running."""
-        for child in self._running.values():
+        trial = [] if self._trial is None else [self._trial[1]]
+        for child in (*self._running.values(), *trial):
             child.end()
         self._running.clear()
+        self._trial = None
 
     def _prefetch(self, key: _Key) -> None:
         step, update = self._parts(key)
@@ -184,7 +204,11 @@ class Recordings:
     def _begin(self, part: _Key) -> None:
         if part not in self._recorded and part not in self._running and part not in self._failed:
             if part[1] or self._start_update is None:
-                self._running[part] = self._start(*part, self._runs if self._is_lengthened(part) else ())
+                runs = self._runs if self._is_lengthened(part) else ()
+                self._running[part] = self._start(*part, runs)
+                if runs and not self._is_tried:
+                    one_more = tuple(dataclasses.replace(run, kept=run.kept + 1) for run in runs)
+                    self._trial, self._is_tried = (part, self._start(*part, one_more)), True
             else:
                 self._running[part] = self._start_update(part[0])
 
@@ -217,33 +241,60 @@ class Recordings:
             raise self._failed[part]
         if part not in self._recorded:
             self._begin(part)
+            if self._trial is not None and self._is_lengthened(part):
+                self._compare_with_one_more_layer()
+                return self._result(part)
             child = self._running.pop(part)
             try:
                 graph = self._lengthened(child) if self._is_lengthened(part) else child.result()
             except StepError as error:
                 self._failed[part] = error
                 raise
-            if graph is None:  # it cannot be lengthened: from now on, all layers are recorded
-                self._runs = ()
-                for child in self._running.values():
-                    child.end()
-                self._running.clear()
+            if graph is None:
+                self._record_all_layers()
                 return self._result(part)
             self._recorded[part] = graph
         return self._recorded[part]
 
     def _lengthened(self, child: Child) -> StepGraph | None:
         """Returns the recording of all layers; None if it cannot be known from those that were recorded."""
-        if not all(self._are_alike(run) for run in self._runs):
-            child.end()
-            return None
         try:
-            graph = child.result()
+            return _with_layers(child.result(), self._runs)
         except PlannerError:  # the model may need all its layers: if that is not the reason, the next recording says so
             return None
-        for run in self._runs:
-            graph = graph and lengthened(graph, run)
-        return graph
+
+    def _compare_with_one_more_layer(self) -> None:
+        """Decides whether recordings can be lengthened.
+
+        The first of them, lengthened by one layer of each run, must be the recording of a model that has this layer.
+        This shows whether anything outside of the layers depends on their number.
+        """
+        assert self._trial is not None
+        part, one_more = self._trial
+        graph = None
+        if all(self._are_alike(run) for run in self._runs):
+            with contextlib.suppress(PlannerError):  # as in `_lengthened`
+                short = self._running.pop(part).result()
+                self._trial = None
+                by_one = _with_layers(short, [dataclasses.replace(run, layers=run.kept + 1) for run in self._runs])
+                if is_same_step(by_one, one_more.result()):
+                    graph = _with_layers(short, self._runs)
+        if graph is None:
+            self._record_all_layers()
+        else:
+            self._recorded[part] = graph
+
+    def _record_all_layers(self) -> None:
+        """From now on, all layers are recorded, because a recording could not be lengthened."""
+        self._runs = ()
+        self.close()
+
+
+def _with_layers(graph: StepGraph, runs: Iterable[LayerRun]) -> StepGraph | None:
+    longer: StepGraph | None = graph
+    for run in runs:
+        longer = longer and lengthened(longer, run)
+    return longer
 
 
 def _accumulated(config: tuple[Decision, ...], sizes: tuple[int, ...]) -> _Key:

@@ -96,7 +96,7 @@ class Ranks:
         def allocate_and_note(parameter: FSDPParam) -> None:
             allocate(parameter)
             for tensor in parameter.all_gather_outputs:
-                self._table.mark_if_temporary(tensor, Category.UNSHARDED)
+                self._table.mark_if_temporary(tensor, Category.UNSHARDED, parameter._param_fqn or "")
 
         keep = FSDPParam.to_accumulated_grad_if_needed
 

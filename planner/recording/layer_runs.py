@@ -1,7 +1,7 @@
 """Runs of identical layers in a model, most of which a rehearsal can leave out.
 
 A transformer has one kind of layer many times in a row. A rehearsal of the model with a few of them shows what one more
-layer adds to the step, so that `planner.choose.lengthen` can put the others into the recording.
+layer adds to the step, so that `planner.derive.lengthen` can put the others into the recording.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from planner.recording.step_graph import Phase, StepGraph
 
 KEPT = 6
-"""Number of layers of a run that are rehearsed. The third and the fourth show what one more layer adds. The others are
-the neighbors of those two, and the ends of the run, whose steps may differ: the first layer may compute no gradient of
-its input."""
+"""Number of layers of a run that are rehearsed. The two in the middle show what one more layer adds. The others are
+their neighbors, and the ends of the run, whose steps may differ: the first layer may compute no gradient of its
+input."""
 
-FEWEST = 2 * KEPT
-"""Minimum number of layers of a run that is shortened."""
+KEPT_WHEN_GATHERED = 8
+"""The same number if FSDP2 gathers the parameters of each layer, which it does during the steps of two others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,21 @@ class LayerRun:
     """Position of the first layer in the container."""
     layers: int
     """Number of layers."""
+    kept: int = KEPT
+    """Number of layers that are rehearsed, from the first one on."""
 
     @property
     def left_out(self) -> int:
         """Number of layers that a rehearsal leaves out."""
-        return self.layers - KEPT
+        return self.layers - self.kept
+
+    @property
+    def copied(self) -> int:
+        """Position of the layer, of those that are rehearsed, that the layers that are left out are copies of.
+
+        It is the first of the two in the middle.
+        """
+        return self.first + self.kept // 2 - 1
 
     def position(self, path: str) -> tuple[int, str] | None:
         """Returns the position of the layer that a path leads into, and the rest of the path.
@@ -59,29 +69,33 @@ class LayerRun:
     def is_left_out(self, path: str) -> bool:
         """True if a path leads into a layer that the shortened model lacks, or that has another position there."""
         found = self.position(path)
-        return found is not None and found[0] >= self.first + KEPT
+        return found is not None and found[0] >= self.first + self.kept
 
 
-def layer_runs(model: torch.nn.Module) -> tuple[LayerRun, ...]:
-    """Returns the runs of at least `FEWEST` layers that are not inside of the layers of another run."""
-    return tuple(_runs_in("", model))
+def layer_runs(model: torch.nn.Module, kept: int = KEPT) -> tuple[LayerRun, ...]:
+    """Returns the runs of layers that are not inside of the layers of another run, of which `kept` are rehearsed.
+
+    A run has at least twice as many layers as are rehearsed.
+    """
+    return tuple(_runs_in("", model, kept))
 
 
-def _runs_in(path: str, module: torch.nn.Module) -> Iterator[LayerRun]:
-    run = _longest_run(path, module) if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) else None
+def _runs_in(path: str, module: torch.nn.Module, kept: int) -> Iterator[LayerRun]:
+    is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+    run = _longest_run(path, module, kept) if is_list else None
     if run is not None:
         yield run
     for number, (name, child) in enumerate(module.named_children()):
         if run is None or not run.first <= number < run.first + run.layers:
-            yield from _runs_in(f"{path}.{name}" if path else name, child)
+            yield from _runs_in(f"{path}.{name}" if path else name, child, kept)
 
 
-def _longest_run(path: str, container: torch.nn.Module) -> LayerRun | None:
+def _longest_run(path: str, container: torch.nn.Module, kept: int) -> LayerRun | None:
     first, longest = 0, None
     for _, group in itertools.groupby(_structure(layer) for layer in container.children()):
         layers = len(list(group))
-        if layers >= FEWEST and (longest is None or layers > longest.layers):
-            longest = LayerRun(container=path, first=first, layers=layers)
+        if layers >= 2 * kept and (longest is None or layers > longest.layers):
+            longest = LayerRun(container=path, first=first, layers=layers, kept=kept)
         first += layers
     # A layer or parameter that occurs twice, or children with names of their own, have no position in the list.
     names = [name for name, _ in container.named_children()]
@@ -107,11 +121,11 @@ def _shares_tensors(container: torch.nn.Module) -> bool:
 
 
 def shorten(model: torch.nn.Module, runs: Sequence[LayerRun]) -> None:
-    """Remove the layers of each run after the first `KEPT` ones from the model, in place."""
+    """Remove the layers of each run after those that are rehearsed from the model, in place."""
     for run in runs:
         container = model.get_submodule(run.container)
         assert isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential))
-        del container[run.first + KEPT : run.first + run.layers]
+        del container[run.first + run.kept : run.first + run.layers]
 
 
 def takes_the_same_ops(graph: StepGraph, run: LayerRun) -> bool:

@@ -146,11 +146,11 @@ class StorageTable:
         elif tensor is not None and (index := self.storage_of(tensor)) is not None:
             self._describe(index, category, name)
 
-    def mark_if_temporary(self, tensor: torch.Tensor, category: Category) -> None:
-        """Sets the category of a tensor's storage if it has no other one yet."""
+    def mark_if_temporary(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
+        """Sets category and name of a tensor's storage if it has no other category yet."""
         index = self.storage_of(tensor)
         if index is not None and self.storages[index].category is Category.TEMPORARY:
-            self.storages[index].category = category
+            self._describe(index, category, name)
 
     def _describe(self, index: int, category: Category, name: str) -> None:
         """Sets the category of a storage, and its name if it has none, so that tied weights keep their first name."""

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from planner.estimate.extrapolate import BASE_SIZES, predicted
+from planner.derive.extrapolate import BASE_SIZES, predicted
 from planner.recording.step_graph import StepGraph
 from planner.run_memory.batches import BatchShape
 

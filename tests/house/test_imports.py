@@ -24,6 +24,7 @@ FLOORS = (
     ("planner.workload", "planner.snapshot"),
     # planning: from a running step to a certified configuration
     ("planner.recording",),
+    ("planner.derive",),
     ("planner.estimate",),
     ("planner.run_memory",),
     ("planner.recompute", "planner.space"),

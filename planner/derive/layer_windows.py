@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from planner.recording.layer_runs import KEPT, LayerRun
+from planner.recording.layer_runs import LayerRun
 from planner.recording.step_graph import Call, Phase, StepGraph
 
 FARTHEST = 2
@@ -52,7 +52,7 @@ class Ticks:
         self._by_place = {(window.passed, window.layer): window for window in windows}
         self._insertions: list[tuple[int, int]] = []
         self._lengths: dict[Pass, int] = {}
-        template = run.first + 2
+        template = run.copied
         for passed in {window.passed for window in windows}:
             one, other = self._by_place[passed, template], self._by_place[passed, template + 1]
             length = one.stop - one.start
@@ -101,14 +101,14 @@ class Ticks:
 
     def new_layer(self, layer: int) -> int:
         """Returns the position of a layer of the shorter recording in the longer one."""
-        return layer if layer <= self.run.first + 2 else layer + self.run.left_out
+        return layer if layer <= self.run.copied else layer + self.run.left_out
 
     def _shift(self, tick: int) -> int:
         return sum(length for point, length in self._insertions if point <= tick)
 
     def _start(self, passed: Pass, layer: int) -> int:
         """Returns the tick at which a window begins in the longer recording."""
-        template, left_out = self.run.first + 2, self.run.left_out
+        template, left_out = self.run.copied, self.run.left_out
         copy = layer - template
         if 0 < copy <= left_out:
             start = self._by_place[passed, template].start
@@ -122,7 +122,7 @@ class Ticks:
 
 def windows_of(graph: StepGraph, run: LayerRun) -> list[Window]:
     """Returns the windows of the layers of a run that were rehearsed, for each forward and each backward."""
-    kept = range(run.first, run.first + KEPT)
+    kept = range(run.first, run.first + run.kept)
     forwards: dict[int, list[Call]] = {layer: [] for layer in kept}
     paths = {run.path(layer): layer for layer in kept}
     for call in graph.calls:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.choose.graft_optimizer import graft_update
-from planner.choose.lengthen import lengthened
-from planner.choose.recordings import Recordings
-from planner.plan_types.decisions import Accumulation, Optimizer, Precision
-from planner.recording.layer_runs import FEWEST, KEPT, LayerRun, layer_runs, takes_the_same_ops
+from planner.choose.recordings import Recordings, runs_to_shorten
+from planner.derive.graft_optimizer import graft_update
+from planner.derive.lengthen import lengthened
+from planner.plan_types.decisions import Accumulation, Optimizer, Precision, ShardedPrecision
+from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs, takes_the_same_ops
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.rewrite.rehearse import certifying_graph, start_rehearsal, start_update
+from planner.sharded import smallest_way
 from planner.space.micro_batches import MicroBatching
+from planner.space.sharding import Cards
 from planner.workload.workload import Workload, workload
 from tests.support.workloads import BARE, transformer, what_if
 
-LAYERS = FEWEST + 2
+LAYERS = 2 * KEPT + 2
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -68,9 +70,14 @@ CASES = {
 }
 
 
-def model(name: str) -> Workload:
+def model(name: str, batch_size: int = 4, **others) -> Workload:
     head, settings = MODELS[name]
-    return transformer(name, head, batch_size=4, seq_len=32, **settings)
+    return transformer(name, head, batch_size=batch_size, seq_len=32, **(settings | others))
+
+
+def on_cards(work: Workload, cards: Cards) -> Workload:
+    """Returns the step of one card in the way that divides most."""
+    return smallest_way(work, BARE, cards)[0]
 
 
 def shortened(work: Workload, decisions=(), *, sizes: tuple[int, ...] | None = None) -> StepGraph:
@@ -83,12 +90,12 @@ def shortened(work: Workload, decisions=(), *, sizes: tuple[int, ...] | None = N
         steps=1,
         primed=True,
         what_if=True,
-        runs=layer_runs(work.model),
+        runs=runs_to_shorten(work),
     ).result()
 
 
 def with_all_layers(graph: StepGraph | None, work: Workload) -> StepGraph | None:
-    for run in layer_runs(work.model):
+    for run in runs_to_shorten(work):
         graph = graph and lengthened(graph, run)
     return graph
 
@@ -98,8 +105,27 @@ def with_all_layers(graph: StepGraph | None, work: Workload) -> StepGraph | None
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_lengthened_recording_is_the_recorded_one(name, case):
-    work, (decisions, sizes) = model(name), CASES[case]
-    assert all(takes_the_same_ops(certifying_graph(work, (), BARE), run) for run in layer_runs(work.model))
+    assert_lengthened(model(name), *CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.thorough_after(1)
+@pytest.mark.parametrize(
+    ("decisions", "sizes"),
+    [((), (4,)), ((ShardedPrecision(),), (4,)), ((SPLIT,), (2, 2))],
+    ids=["fp32", "bf16", "micro-batches"],
+)
+@pytest.mark.parametrize("cards", [Cards(count=8), Cards(count=8, mesh=(2, 4))], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("name", ["llama", "roberta"])
+def test_a_recording_under_fsdp2_is_lengthened(name, cards, decisions, sizes):
+    work = on_cards(model(name, batch_size=32, num_hidden_layers=2 * KEPT_WHEN_GATHERED + 1), cards)
+    assert_lengthened(work, decisions, sizes)
+
+
+def assert_lengthened(work: Workload, decisions, sizes) -> None:
+    runs = runs_to_shorten(work)
+    assert runs
+    assert all(takes_the_same_ops(certifying_graph(work, (), BARE), run) for run in runs)
     longer = with_all_layers(shortened(work, decisions, sizes=sizes), work)
     full = what_if(work, decisions, sizes=sizes)
     assert longer is not None
@@ -172,6 +198,10 @@ class Layers(torch.nn.Module):
             outputs.append(x)
         if self.way == "all outputs are summed":
             return torch.stack(outputs).sum(0).square().mean()
+        if self.way == "one more output is part of the loss":  # the last one of a model with `KEPT` layers
+            return x.square().mean() + outputs[KEPT - 1].abs().mean()
+        if self.way == "a tensor has a row for each layer":
+            return x.square().mean() * x.new_ones(len(self.layers), 8).mean()
         return x.square().mean()
 
 
@@ -208,35 +238,49 @@ def test_runs_are_found_by_structure():
             super().__init__()
             same = torch.nn.Linear(8, 8)
             self.shared = torch.nn.ModuleList([same] * LAYERS)
-            self.few = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(FEWEST - 1))
+            self.few = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2 * KEPT - 1))
             self.mixed = torch.nn.Sequential(
-                torch.nn.Linear(8, 16), *(torch.nn.Linear(16, 16) for _ in range(FEWEST)), torch.nn.Linear(16, 8)
+                torch.nn.Linear(8, 16), *(torch.nn.Linear(16, 16) for _ in range(2 * KEPT)), torch.nn.Linear(16, 8)
             )
 
     (run,) = layer_runs(Net())
-    assert (run.container, run.first, run.layers) == ("mixed", 1, FEWEST)
-    assert run.left_out == FEWEST - KEPT
+    assert (run.container, run.first, run.layers) == ("mixed", 1, 2 * KEPT)
+    assert run.left_out == KEPT
+
+
+def recorded(work: Workload, runs: tuple[LayerRun, ...], config=()) -> StepGraph:
+    """Returns the recording that the search gets if these runs may be shortened."""
+    recordings = Recordings(
+        lambda decisions, sizes, runs: start_rehearsal(
+            work, decisions, BARE, sizes=sizes, steps=1, primed=True, what_if=True, runs=runs
+        ),
+        lambda decisions: start_update(work, decisions, BARE, [n for n, _ in work.model.named_parameters()]),
+        lambda graph: graph,
+        runs=runs,
+    )
+    return recordings.of(config, MicroBatching(micro_batches=1, size=work.batch_size))
 
 
 @pytest.mark.parametrize("config", [(), (Optimizer(),)], ids=["the user's optimizer", "8-bit optimizer"])
 def test_the_search_gets_the_update_of_all_layers(config):
     work = layers("one after the other")
-
-    def recorded(runs: tuple[LayerRun, ...]) -> StepGraph:
-        recordings = Recordings(
-            lambda decisions, sizes, runs: start_rehearsal(
-                work, decisions, BARE, sizes=sizes, steps=1, primed=True, what_if=True, runs=runs
-            ),
-            lambda decisions: start_update(work, decisions, BARE, [n for n, _ in work.model.named_parameters()]),
-            lambda graph: graph,
-            runs=runs,
-        )
-        return recordings.of(config, MicroBatching(micro_batches=1, size=work.batch_size))
-
-    longer, full = recorded(layer_runs(work.model)), recorded(())
+    longer, full = recorded(work, layer_runs(work.model), config), recorded(work, (), config)
     (ops, _), (all_ops, _) = of_step(longer), of_step(full)
     assert [op.name for op in ops] == [op.name for op in all_ops]
     ticks, all_ticks = ([op.tick for op in each] for each in (ops, all_ops))
     assert (longer.live_bytes()[ticks] == full.live_bytes()[all_ticks]).all()
     for category in Category:
         assert longer.bytes_of(category) == full.bytes_of(category)
+
+
+@pytest.mark.parametrize("way", ["one more output is part of the loss", "a tensor has a row for each layer"])
+def test_layers_whose_position_or_number_matters_are_all_recorded(way):
+    work = layers(way)
+    assert with_all_layers(shortened(work), work) is not None  # two layers are alike, but one more is different
+    assert_equal(recorded(work, layer_runs(work.model)), recorded(work, ()))
+
+
+def test_recordings_with_buckets_of_gradients_have_all_layers():
+    work = model("gpt2", batch_size=16)
+    assert not runs_to_shorten(on_cards(work, Cards(count=8, way="ddp")))
+    assert not runs_to_shorten(on_cards(work, Cards(count=8, way="zero1")))

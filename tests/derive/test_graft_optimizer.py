@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from planner.choose.graft_optimizer import can_be_grafted, graft_update
+from planner.derive.graft_optimizer import can_be_grafted, graft_update
 from planner.plan_types.decisions import Accumulation, Freeze, Optimizer, OptimizerKernel, Precision
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.rewrite.rehearse import start_update

@@ -1,13 +1,13 @@
 """Puts the layers that a rehearsal left out into its recording.
 
-The recording is of a model with `KEPT` layers of a run of identical ones (`planner.recording.layer_runs`). The events
+The recording is of a model with a few layers of a run of identical ones (`planner.recording.layer_runs`). The events
 of one layer are in one *window* of ticks for each forward, from its call to the call of the next layer, in one for each
 backward, and in one for each time at which all layers free what they held. Each op, storage, save and call belongs to a
 layer (its *owner*) or to none. Its ticks are given by the windows that they are in, relative to the owner: a storage
 that a layer makes and the next layer frees dies in the forward window of the owner plus one.
 
-The third and the fourth layer must agree in all this. Then each layer that was left out gets a copy of what the third
-one has. The result has the same memory curve as a recording of the whole model, tick by tick, from the first op of the
+The two layers in the middle must agree in all this. Then each layer that was left out gets a copy of what the first of
+them has. The result has the same memory curve as a recording of the whole model, tick by tick, from the first op of the
 forward to the update (tests compare the two). The update is not lengthened: `graft_update` replaces it.
 """
 
@@ -19,9 +19,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from planner.choose.graft_optimizer import can_be_grafted
-from planner.choose.layer_windows import FARTHEST, NotAlikeError, Pass, Ticks, Window, in_turn, windows_of
-from planner.recording.layer_runs import KEPT, LayerRun
+from planner.derive.graft_optimizer import can_be_grafted
+from planner.derive.layer_windows import FARTHEST, NotAlikeError, Pass, Ticks, Window, in_turn, windows_of
+from planner.recording.layer_runs import LayerRun
 from planner.recording.step_graph import Call, Category, Op, Save, StepGraph, Storage
 
 
@@ -87,7 +87,7 @@ class _Lengthening:
     def result(self) -> StepGraph:
         """Returns the longer recording. Raises `NotAlikeError` if it cannot be known."""
         graph, ticks = self._graph, self._ticks
-        self._compare(self._run.first + 2, self._run.first + 3)
+        self._compare(self._run.copied, self._run.copied + 1)
         births = [storage.lives[0][0] if storage.lives else 0 for storage in graph.storages]
         for owned, starts in (
             (self._storages, births),
@@ -127,7 +127,7 @@ class _Lengthening:
     def _owner_of_storage(self, storage: Storage) -> int | None:
         found = self._run.position(storage.name) if storage.category is not Category.INPUT else None
         if found is not None:
-            return found[0] if 0 <= found[0] - self._run.first < KEPT else None
+            return found[0] if 0 <= found[0] - self._run.first < self._run.kept else None
         return self._owner_at(storage.lives[0][0]) if storage.lives else None
 
     def _passed_on(self, owners: Sequence[int | None]) -> set[int]:
@@ -144,7 +144,7 @@ class _Lengthening:
 
         At the end of autocast, for example, the copies of all weights are freed.
         """
-        kept = [*range(self._run.first, self._run.first + KEPT)]
+        kept = [*range(self._run.first, self._run.first + self._run.kept)]
         deaths: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
         for storage in self._graph.storages:
             owner = self._owner_of_storage(storage)
@@ -158,11 +158,11 @@ class _Lengthening:
                 [tick for tick, _ in group] for _, group in itertools.groupby(sorted(outside), key=lambda pair: pair[1])
             ]
             layers = [owner for owner, _ in itertools.groupby(owner for _, owner in sorted(outside))]
-            for first in range(len(layers) - KEPT + 1):
-                order = layers[first : first + KEPT]
+            for first in range(len(layers) - len(kept) + 1):
+                order = layers[first : first + len(kept)]
                 if order in (kept, kept[::-1]):
-                    starts = [ticks[0] for ticks in turns[first : first + KEPT]]
-                    stops = [*starts[1:], turns[first + KEPT - 1][-1] + 1]
+                    starts = [ticks[0] for ticks in turns[first : first + len(kept)]]
+                    stops = [*starts[1:], turns[first + len(kept) - 1][-1] + 1]
                     yield from in_turn(order, starts, stops, Pass(f"release {number}", first, order == kept))
 
     def _copies(self, owned: _Owned) -> Iterator[tuple[int, int | None]]:
@@ -289,11 +289,11 @@ class _Lengthening:
     def _layers(self, owner: int) -> range:
         """Returns the positions in the longer recording of a layer of the shorter one, and of its copies."""
         layer = self._ticks.new_layer(owner)
-        return range(layer, layer + self._run.left_out + 1) if owner == self._run.first + 2 else range(layer, layer + 1)
+        return range(layer, layer + self._run.left_out + 1) if owner == self._run.copied else range(layer, layer + 1)
 
     def _op(self, index: int, layer: int | None) -> Op:
         op, owner = self._graph.ops[index], self._ops.owners[index]
-        # What belongs to no layer must not read what each layer has, such as a sum over all layers.
+        # What belongs to no layer must not read what each layer has, such as a sum over all layers does.
         is_shared = owner is None and self._ticks.begin < op.tick < self._ticks.end
 
         def storages(indices: tuple[int, ...]) -> tuple[int, ...]:
@@ -360,13 +360,13 @@ class _Lengthening:
         """Returns the index in the longer recording of what an item of a layer, or of its copy, refers to.
 
         Args:
-            is_shared: True if the item belongs to no layer and may refer to the first and the last layer only.
+            is_shared: True if the item belongs to no layer and may refer to the ends of the run only.
         """
         named = owned.owners[index]
         if named is None:
             return owned.new_index(index, None)
         if owner is None or layer is None:
-            if is_shared and named not in (self._run.first, self._run.first + KEPT - 1):
+            if is_shared and FARTHEST <= named - self._run.first < self._run.kept - FARTHEST:
                 raise NotAlikeError
             return owned.new_index(index, self._ticks.new_layer(named))
         if abs(named - owner) > FARTHEST:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from planner.estimate.extrapolate import BASE_SIZES, extrapolate
+from planner.derive.extrapolate import BASE_SIZES, extrapolate
 from planner.plan_types.decisions import Accumulation, Precision
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.recording.step_graph import Phase
