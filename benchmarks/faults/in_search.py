@@ -50,7 +50,7 @@ FAULTS = (
         path="planner/choose/recordings.py",
         old="layer_runs(workload.model, KEPT_WHEN_GATHERED if is_gathered else KEPT)",
         new="layer_runs(workload.model, KEPT)",
-        tests=("tests/derive/test_lengthen.py::test_a_recording_under_fsdp2_is_lengthened[llama-fsdp-fp32]",),
+        tests=("tests/derive/test_lengthen.py::test_a_recording_under_fsdp2_is_lengthened[llama-fsdp-micro-batches]",),
         why="six layers do not show what one more layer adds under FSDP2, so that all layers are recorded",
     ),
     Fault(
