@@ -77,8 +77,11 @@ def repeated_gathers(graph: StepGraph, units: Sequence[str]) -> tuple[RepeatedGa
         if (op.micro_batch, unit) not in seen:
             seen.add((op.micro_batch, unit))
             continue
-        buffers[unit] |= used
-        for storage in sorted(set(op.inputs) | set(op.outputs)):
+        # A parameter that is not divided along its first dimension is copied once more, from a buffer of its own.
+        more = {storage for storage in op.written if graph.storages[storage].category is Category.COMMUNICATION}
+        copies = [graph.ops[index] for buffer in more for index in touching[buffer]]
+        buffers[unit] |= used | more
+        for storage in sorted({storage for copy in (op, *copies) for storage in (*copy.inputs, *copy.outputs)}):
             if graph.storages[storage].category is Category.UNSHARDED:
                 gaps[unit] += _gap_before(graph, storage, op.tick)
     found = []

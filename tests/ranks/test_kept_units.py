@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import planner
 from planner import profiles
@@ -29,23 +29,35 @@ UNITS = repeated_blocks(MODEL)
 WHOLE = MicroBatching(micro_batches=1, size=4)
 
 
-def recorded(sharding, extra, sizes=(4,)):
-    work = dataclasses.replace(workload(MODEL, batch(sum(sizes), 16)), sharding=(sharding,))
+def mixtral() -> torch.nn.Module:
+    """Returns a model that has fewer experts than there are cards, so that they are divided along another dimension."""
+    with torch.device("meta"):
+        config = MixtralConfig(
+            vocab_size=200, hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=4, num_local_experts=4, use_cache=False,
+        )  # fmt: skip
+        return MixtralForCausalLM(config).train()
+
+
+def recorded(sharding, extra, sizes=(4,), model=MODEL):
+    work = dataclasses.replace(workload(model, batch(sum(sizes), 16)), sharding=(sharding,))
     work = rehearse.with_gradient_names(work, CARD, None)
     return rehearse.start_rehearsal(work, extra, CARD, sizes=sizes, steps=1, primed=True, what_if=True).result()
 
 
 @pytest.mark.parametrize(
-    ("mesh", "extra"), [((4,), ()), ((2, 2), (ShardedPrecision(),))], ids=["4 cards, fp32", "2 x 2 cards, bf16"]
+    ("model", "mesh", "extra"),
+    [(MODEL, (4,), ()), (MODEL, (2, 2), (ShardedPrecision(),)), (mixtral(), (8,), (ShardedPrecision(),))],
+    ids=["4 cards, fp32", "2 x 2 cards, bf16", "fewer experts than cards, bf16"],
 )
 @pytest.mark.thorough
-def test_any_kept_units_have_the_predicted_peak(mesh, extra):
+def test_any_kept_units_have_the_predicted_peak(model, mesh, extra):
     sharding = Shard(way="fsdp", mesh=mesh, units=UNITS)
-    graph = recorded(sharding, extra)
+    graph = recorded(sharding, extra, model=model)
     candidate = Candidate(extra, WHOLE, graph, CARD, recompute=(), sharding=(sharding,))
     peaks = set()
     for kept in ((), UNITS[:1], UNITS[1:], UNITS[::2], UNITS):
-        real = recorded(dataclasses.replace(sharding, kept=kept), extra)
+        real = recorded(dataclasses.replace(sharding, kept=kept), extra, model=model)
         selected = tuple(n for n, unit in enumerate(candidate.units.units) if unit.module not in kept)
         peak = int(real.live_bytes(granularity_bytes=512).max())
         assert candidate.search.exact.peak(selected) == peak
