@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -56,11 +57,7 @@ class LayerRun:
 
         None if the path does not lead into the container.
         """
-        start = f"{self.container}." if self.container else ""
-        number, _, _ = path.removeprefix(start).partition(".")
-        if not path.startswith(start) or not re.fullmatch("[0-9]+", number):
-            return None
-        return int(number), path[len(start) + len(number) :]
+        return _position(self.container, path)
 
     def path(self, position: int, rest: str = "") -> str:
         """Returns the path of the layer at a position, followed by `rest`."""
@@ -70,6 +67,16 @@ class LayerRun:
         """True if a path leads into a layer that the shortened model lacks, or that has another position there."""
         found = self.position(path)
         return found is not None and found[0] >= self.first + self.kept
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _position(container: str, path: str) -> tuple[int, str] | None:
+    """Returns `LayerRun.position`. A recording names the same paths again and again."""
+    start = f"{container}." if container else ""
+    number, _, _ = path.removeprefix(start).partition(".")
+    if not path.startswith(start) or not re.fullmatch("[0-9]+", number):
+        return None
+    return int(number), path[len(start) + len(number) :]
 
 
 def layer_runs(model: torch.nn.Module, kept: int = KEPT) -> tuple[LayerRun, ...]:
