@@ -38,6 +38,15 @@ class Bounds:
     False for the user's optimizer with another kernel."""
     lower_bound_bytes: Callable[[tuple[Decision, ...]], int]
     """Returns for a configuration a lower bound in bytes on the peaks of its plans."""
+    activation_bytes: int
+    """Maximum bytes of activations in the baseline."""
+
+    def may_fit_without_recompute(self, decisions: tuple[Decision, ...], budget_bytes: int) -> bool:
+        """False if a step that recomputes nothing is not worth a rehearsal, because it will probably exceed the budget.
+
+        A lower precision halves the activations at most.
+        """
+        return self.lower_bound_bytes(decisions) + self.activation_bytes // 2 <= budget_bytes
 
     def most_saved_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
         """Returns the maximum number of ns that `decisions` save in a step whose update takes `optimizer_ns`."""

@@ -146,7 +146,7 @@ class Chooser:
             if several:
                 self._prefetcher.several((self._simpler(soon), self._splits(soon)) for soon in (config, *upcoming))
             if self._could_pay(config, budget_of(config), limit_ns):
-                if several:
+                if several or not self._bounds.may_fit_without_recompute(config, budget_of(config)):
                     self._prefetcher.first_split(config, self._splits(config))
                 else:
                     self._prefetcher.with_certificate(config, self._splits(config))

@@ -289,6 +289,7 @@ class PlanningSession:
             loss_ns=loss_ns(graph, times),
             updates=self._least_updates(frozen),
             lower_bound_bytes=self.lower_bound_bytes,
+            activation_bytes=self.baseline.measured.footprint.most.get(Category.ACTIVATION, 0),
         )
         chooser = Chooser(
             space,

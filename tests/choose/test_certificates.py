@@ -10,6 +10,7 @@ from planner.choose.certificates import Certificates
 from planner.errors import RehearsalError
 from planner.pipeline import plan_workload
 from planner.plan_types.constraints import Constraints
+from planner.plan_types.decision_base import Fidelity
 from planner.plan_types.decisions import Decision, Precision
 from planner.plan_types.recompute_decisions import Checkpoint
 from tests.support.workloads import CARD, example
@@ -105,3 +106,22 @@ def test_the_search_foresees_what_it_chooses(monkeypatch):
     plan = plan_workload(work, CARD, vram_bytes=8 << 30, constraints=constraints)
     assert plan.decisions == BF16
     assert begun == [((), False), (BF16, True)]
+
+
+@pytest.mark.slow
+def test_a_step_that_cannot_fit_without_recompute_is_not_rehearsed(monkeypatch):
+    begun: list[tuple[Decision, ...]] = []
+    foresee = Certificates.foresee
+
+    def noted(self, decisions):
+        begun.append(decisions)
+        foresee(self, decisions)
+
+    monkeypatch.setattr(Certificates, "foresee", noted)
+    work = example("sequential.py:build", 16384)
+    constraints = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
+    baseline = plan_workload(work, CARD, vram_bytes=None, constraints=constraints).baseline
+    budget = baseline.total_bytes - baseline.most["activations"] * 2 // 3
+    plan = plan_workload(work, CARD, vram_bytes=budget, constraints=constraints)
+    assert plan.fits
+    assert begun == []
