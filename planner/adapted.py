@@ -27,6 +27,7 @@ _WEIGHTS_SHARE, _LORA_SHARE = 0.5, 0.7
 """The parts of the time that is left in which a plan that trains the weights, and then one with adapters on weights in
 full precision, has to be found, so that the next attempt gets some time."""
 
+_NOT_ENOUGH = "not enough on its own"
 _Found = Plan | TimeLimitError | str
 """The plan of a model with adapters, or the reason why there is none."""
 
@@ -40,17 +41,19 @@ def plan_or_adapt(
     watch: Watch | None = None,
     plan_step: Callable[..., Plan] | None = None,
     plan_fitting: Callable[..., Plan | None] | None = None,
+    plan_smallest: Callable[..., Plan] | None = None,
     adapters: Sequence[Adapter] = ADAPTERS,
 ) -> Plan:
     """Return the plan of `plan_step`; if that does not fit, the plan that trains LoRA adapters instead.
 
     Adapters come before frozen layers. If the constraints do not allow adapters, the shortfall of the plan says whether
-    they would make it fit.
+    they would make it fit. If they are allowed and no plan fits with them either, notes say why.
 
     Args:
         watch: limits the time of planning, and receives its progress; None for no limit.
         plan_step: plans a step, as `pipeline.plan_workload` does for one card; None for that function.
         plan_fitting: returns None instead of a plan that does not fit; None for `plan_that_fits`, for one card.
+        plan_smallest: returns the plan of `plan_step` where none fits, and does not look for one; None for `plan_step`.
         adapters: the adapters to try, in this order.
 
     Raises:
@@ -77,6 +80,7 @@ def plan_or_adapt(
             fitting = plan_fitting(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
     except TimeLimitError:
         why = f"no plan that trains the weights was found in {watch.elapsed_seconds:.0f} s (a longer --time-limit may)"
+        plan_smallest = None
     if fitting is None:
         tried = _tried(workload, card, adapters, plan_fitting, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
     if fitting is None and isinstance(tried[-1][1], Plan):
@@ -84,8 +88,13 @@ def plan_or_adapt(
         fitting = dataclasses.replace(tried[-1][1], notes=(note, *tried[-1][1].notes))
     if fitting is not None:
         return dataclasses.replace(fitting, fidelity=constraints.fidelity.name.lower())
+    if plan_smallest is not None and constraints.fidelity == Fidelity.ADAPTED:
+        plan_step = plan_smallest  # no further technique is allowed, so that no plan fits
     plan = plan_step(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
-    return _advised(plan, tried)
+    if plan.shortfall is None:
+        return plan
+    notes = (f"{adapter or 'adapters'} would not make a plan fit: {found}" for adapter, found in tried)
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
 def _opens_without_freezing(shortfall: Shortfall) -> bool:
@@ -122,7 +131,7 @@ def _tried(
             found = TimeLimitError(f"planning ended {watch.cause}")
         except StepError as error:
             found = str(error)
-        tried.append((adapter, found or "not enough on its own"))
+        tried.append((adapter, found or _NOT_ENOUGH))
         if isinstance(found, Plan) or watch.left_seconds <= 0:
             break
     return tried

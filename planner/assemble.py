@@ -29,6 +29,7 @@ from planner.plan_types.plan import Plan, Shortfall, SolverFacts
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
+from planner.profiles.links import foreign_link_note
 from planner.recording.module_state import is_compiled
 from planner.recording.step_graph import Op, Phase
 from planner.virtual_gpu.values.data_dependence import STATED
@@ -111,6 +112,7 @@ def assemble_plan(
             *changed_notes(certified.choice.decisions, session.card.alloc_conf),
             *_default_options_notes(session, certified, budget, is_fitting=shortfall is None),
             *_workspace_notes(certified, session.card),
+            *foreign_link_note(session.card),
             *_nccl_notes(session.card),
         ),
         alloc_conf=session.card.alloc_conf,

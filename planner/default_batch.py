@@ -8,6 +8,7 @@ from collections.abc import Callable
 from planner import pipeline
 from planner.derive.extrapolate import BASE_SIZES, extrapolate
 from planner.estimate.footprint import measure
+from planner.plan_types.words import counted
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.workload.budget import Budget
@@ -47,8 +48,8 @@ def with_default_batch(
     largest = f"the largest power of two up to {_MOST_SAMPLES} whose baseline is predicted to fit"
     or_search = "" if workload.program is not None else ", or find the largest that fits with --largest-batch"
     note = (
-        f"the batch has {samples} samples, {largest}, because no size was given: state yours with --batch-size"
-        f"{or_search}"
+        f"the batch has {counted(samples, 'sample')}, {largest}, because no size was given: state yours with "
+        f"--batch-size{or_search}"
     )
     chosen = load(samples)
     return dataclasses.replace(chosen, notes=(*chosen.notes, note))

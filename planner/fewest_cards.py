@@ -21,10 +21,11 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
+from planner.plan_types.words import counted
 from planner.profiles.device import DeviceProfile
 from planner.progress import TimeIsUp, Watch
 from planner.questions import plan_that_fits
-from planner.sharded import comparison, plan_sharded, sharded_plan_that_fits, smallest_way
+from planner.sharded import comparison, plan_sharded, sharded_plan_that_fits, smallest_sharded_plan, smallest_way
 from planner.space.sharding import Cards, asks_for_divided_parameters
 from planner.workload.adapters import adapted_workload, why_not_adapted
 from planner.workload.budget import Budget
@@ -64,6 +65,7 @@ def plan_on_cards(
         **options,
         plan_step=lambda work, card, **settings: plan_sharded(work, card, cards, **settings),
         plan_fitting=lambda work, card, **settings: sharded_plan_that_fits(work, card, cards, **settings),
+        plan_smallest=lambda work, card, **settings: smallest_sharded_plan(work, card, cards, **settings),
         adapters=[one for one in ADAPTERS if not (one.is_quantized and asks_for_divided_parameters(cards))],
     )
 
@@ -100,8 +102,8 @@ def plan_fewest_cards(
         counts = [count for count in counts if count > 1]  # a single card shards nothing
     if not counts:
         raise WorkloadError(
-            f"a batch of {samples} samples cannot be divided evenly among 2 cards: give the batch of all cards, with "
-            "an even number of samples"
+            f"a batch of {counted(samples, 'sample')} cannot be divided evenly among 2 cards: give the batch of all "
+            "cards, with an even number of samples"
         )
     notes: list[str] = []
     too_few: list[int] = []
@@ -126,7 +128,7 @@ def plan_fewest_cards(
         chosen = plan_sharded(workload, card, together, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         more = 2 * counts[-1]
         why = (
-            f"a batch of {samples} samples cannot be divided evenly among them; give a batch that can"
+            f"a batch of {counted(samples, 'sample')} cannot be divided evenly among them; give a batch that can"
             if samples % more
             else "give their number to plan for them"
         )
@@ -254,4 +256,4 @@ class _Changes:
 
 
 def _cards(count: int) -> str:
-    return "1 card" if count == 1 else f"{count} cards"
+    return counted(count, "card")

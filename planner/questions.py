@@ -15,6 +15,7 @@ from planner.plan_types.constraints import Constraints, kinds_of
 from planner.plan_types.decision_base import Decision, Role
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
+from planner.plan_types.words import counted
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.workload.budget import Budget
@@ -82,7 +83,7 @@ def largest_batch(
         if watch is None or known is None:
             raise
         raise TimeLimitError(
-            f"planning ended {watch.cause}, before the largest batch was known: {known:,} samples fit, and more may; "
+            f"planning ended {watch.cause}, before the largest batch was known: {_fitting(known)}, and more may; "
             f"plan with --batch-size {known}, or give more time (--time-limit)"
         ) from error
 
@@ -115,7 +116,11 @@ def _largest_batch(
     if not plan.fits:
         return plan
     more = f"{too_many:,} do not" if too_many <= _MOST_SAMPLES else "more were not tried"
-    return _noted(plan, f"largest batch without accumulation: {samples:,} samples fit, {more}")
+    return _noted(plan, f"largest batch without accumulation: {_fitting(samples)}, {more}")
+
+
+def _fitting(samples: int) -> str:
+    return f"{counted(samples, 'sample', with_commas=True)} {'fits' if samples == 1 else 'fit'}"
 
 
 class _Needs:
@@ -261,7 +266,8 @@ def smallest_card(
     for number, card in enumerate(cards):
         plan = plan_that_fits(workload, card, vram_bytes=card.vram_bytes, constraints=constraints, watch=watch)
         if plan is not None:
-            smaller = f"no plan fits the {number} cards tried before it" if number else "no known card has less memory"
+            before = f"no plan fits the {counted(number, 'card')} tried before it"
+            smaller = before if number else "no known card has less memory"
             return _noted(plan, f"smallest card: {card.title} ({format_size(card.vram_bytes)}); {smaller}")
     largest = cards[-1]
     plan = pipeline.plan_workload(

@@ -23,6 +23,7 @@ from planner.plan_types.decision_base import (
     without_roles,
 )
 from planner.plan_types.plan import Plan
+from planner.plan_types.words import counted
 from planner.profiles.device import DeviceProfile
 from planner.profiles.links import CARDS_PER_NODE, with_links
 from planner.progress import Watch
@@ -164,8 +165,8 @@ def load_planned(saved: Plan, shape: BatchShape | None = None) -> Workload:
     size, count = micro_batch_size_of(saved.decisions), micro_batches_of(saved.decisions)
     if size is not None and shape is None and count != -(-workload.batch_size // size):
         raise PlanFileError(
-            f"the plan is inconsistent: {count} micro-batches of {size} samples do not make up its batch of "
-            f"{workload.batch_size} samples; make the plan again"
+            f"the plan is inconsistent: {count} micro-batches of {counted(size, 'sample')} do not make up its batch of "
+            f"{counted(workload.batch_size, 'sample')}; make the plan again"
         )
     sharding = with_roles(saved.decisions, Role.SHARDING)
     function = next((name for decision in sharding if (name := decision.dividing_function)), None)

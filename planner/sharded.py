@@ -21,6 +21,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, communicators_of, micro_batches_of
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
+from planner.plan_types.words import counted
 from planner.profiles.device import DeviceProfile
 from planner.profiles.links import known, with_links
 from planner.progress import Watch
@@ -61,16 +62,29 @@ def plan_sharded(
             workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch
         )
     if plan is None:
-        *others, last = _divided(workload, card, cards, watch=watch, is_budgeted=vram_bytes is not None)
-        linked = _with_links(card, cards, last)
-        if vram_bytes is not None:
-            budget = Budget.on(linked, vram_bytes, margin=constraints.margin)
-            budget.refuse_if_hopeless(last.model, linked, sharding=last.sharding)
-        plan = pipeline.plan_workload(last, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
-        if vram_bytes is not None:
-            notes = [f"not chosen: {describe_sharding(other.sharding)}: no plan fits" for other in others]
-            plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+        plan = smallest_sharded_plan(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     return dataclasses.replace(plan, seconds=time.perf_counter() - began)
+
+
+def smallest_sharded_plan(
+    workload: Workload,
+    card: DeviceProfile,
+    cards: Cards,
+    *,
+    vram_bytes: int | None,
+    constraints: Constraints,
+    watch: Watch | None = None,
+) -> Plan:
+    """Return the plan of `plan_sharded` for a budget in which no plan fits, without looking for one that does."""
+    *others, last = _divided(workload, card, cards, watch=watch, is_budgeted=vram_bytes is not None)
+    linked = _with_links(card, cards, last)
+    if vram_bytes is None:
+        return pipeline.plan_workload(last, linked, vram_bytes=None, constraints=constraints, watch=watch)
+    budget = Budget.on(linked, vram_bytes, margin=constraints.margin)
+    budget.refuse_if_hopeless(last.model, linked, sharding=last.sharding)
+    plan = pipeline.plan_workload(last, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    notes = [f"not chosen: {describe_sharding(other.sharding)}: no plan fits" for other in others]
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
 def sharded_plan_that_fits(
@@ -201,8 +215,8 @@ def _divided(
         )
     if workload.batch_size % cards.parts:
         raise WorkloadError(
-            f"a batch of {workload.batch_size} samples cannot be divided evenly among {cards.parts} cards: give a "
-            f"batch size that is a multiple of {cards.parts}, such as "
+            f"a batch of {counted(workload.batch_size, 'sample')} cannot be divided evenly among {cards.parts} cards: "
+            f"give a batch size that is a multiple of {cards.parts}, such as "
             f"{-(-workload.batch_size // cards.parts) * cards.parts}"
         )
     samples = workload.batch_size // cards.parts
@@ -255,8 +269,9 @@ def _loss_notes(workload: Workload) -> tuple[str, ...]:
     if workload.loss_fn is None:
         return ()
     return (
-        "the loss function is assumed to be a mean over samples: if it is a mean over something else, or a sum, pass "
-        "loss_weight to rewrite.apply, which then weights the losses of the cards",
+        "the loss function is assumed to be a mean over samples: if it is a mean over something else, or a sum, the "
+        "losses of the cards need other weights: pass loss_weight to rewrite.apply, or another function loss_terms to "
+        "training_step of an emitted file",
     )
 
 

@@ -103,8 +103,7 @@ def with_links(
     """
     table = _table()
     if within is None:
-        patterns = ((name, pattern) for name, row in table.items() for pattern in row["cards"])
-        within = next((name for name, pattern in patterns if fnmatch.fnmatch(card.name, pattern)), _PCIE)
+        within = link_of(card)
     row = table[within]
     if within == _PCIE:
         row = {**row, "bytes_per_s": card.host_link_bytes_per_s, "latency_ns": _PCIE_LATENCY_NS}
@@ -116,6 +115,26 @@ def with_links(
         communicators=communicators,
     )
     return dataclasses.replace(card, links=links)
+
+
+def link_of(card: DeviceProfile) -> str:
+    """Returns the name of the fastest link of a card that `links.toml` has: PCIe, unless it lists the card."""
+    patterns = ((name, pattern) for name, row in _table().items() for pattern in row["cards"])
+    return next((name for name, pattern in patterns if fnmatch.fnmatch(card.name, pattern)), _PCIE)
+
+
+def foreign_link_note(card: DeviceProfile) -> tuple[str, ...]:
+    """Returns a note if the card trains with others over a link that `links.toml` lists for other cards only.
+
+    A card without a file in `devices/` may have any link.
+    """
+    is_listed = (Path(__file__).with_name("devices") / f"{card.name}.toml").is_file()
+    if card.links is None or not is_listed or card.links.within.name in (_PCIE, link_of(card)):
+        return ()
+    return (
+        f"{card.title} is not known to have {card.links.within.title}: the step time and NCCL's memory are those of "
+        f"cards that have it; leave --link out to plan with {link_of(card)}",
+    )
 
 
 def known() -> tuple[str, ...]:

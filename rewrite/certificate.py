@@ -12,6 +12,7 @@ import torch
 from planner.errors import PlanFileError
 from planner.estimate.footprint import measure
 from planner.plan_types.plan import Footprint, Plan
+from planner.plan_types.words import counted
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.rewrite.rehearse import certifying_graph, with_gradient_names
@@ -91,8 +92,8 @@ def _certified(
         )
     if workload.batch_size != plan.workload.batch_size:
         raise PlanFileError(
-            f"the plan is for batches of {plan.workload.batch_size} samples, this one has {workload.batch_size}: "
-            "give a batch of the planned size, or make the plan again"
+            f"the plan is for batches of {counted(plan.workload.batch_size, 'sample')}, this one has "
+            f"{workload.batch_size}: give a batch of the planned size, or make the plan again"
         )
     workload = dataclasses.replace(workload, not_by_sample=plan.workload.not_by_sample)
     card = dataclasses.replace(card or resolve_card(plan.card, plan.vram_bytes), alloc_conf=plan.alloc_conf)

@@ -25,6 +25,7 @@ from planner.errors import DecisionError
 from planner.plan_types.decision_base import Role
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
+from planner.plan_types.words import counted
 from planner.rewrite.accumulation_check.gradient_probe import GradientProbe, ProbeResult, why_not_probed
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.portable.batch_slicing import count_samples
@@ -113,9 +114,9 @@ class FirstStepCheck(StepObserver):
     def _refuse_difference(self, result: ProbeResult) -> None:
         if result.is_off:
             raise DecisionError(
-                f"the gradient of {result.samples} samples differs by {result.error:.2%} between the rewritten model "
-                f"and the original one: {' or '.join(self._kinds)} changes what the model computes. Forbid it in "
-                'the plan, or turn this check off by apply(..., check="off")'
+                f"the gradient of {counted(result.samples, 'sample')} differs by {result.error:.2%} between the "
+                f"rewritten model and the original one: {' or '.join(self._kinds)} changes what the model computes. "
+                'Forbid it in the plan, or turn this check off by apply(..., check="off")'
             )
 
     def _sample_bytes(self) -> float:

@@ -75,6 +75,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     _refuse_without_effect(options)
     options, checkpoints = _with_checkpointing_of_library(options)
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
+    asked_by = dict.fromkeys(kinds, f"--optimizer {options.optimizer}")
     _refuse_forced(options, optimizer)
     load = functools.partial(
         _load_noted,
@@ -90,8 +91,8 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         input_shapes=None if options.input_shapes is None else read_shapes(options.input_shapes),
     )
     if options.loop in PROGRAMS:
-        return _for_program(options, load, optimizer, kinds, watch)
-    constraints = _constraints(options, force=kinds, forbid=_unsupported(options, optimizer))
+        return _for_program(options, load, optimizer, asked_by, watch)
+    constraints = _constraints(options, asked_by=asked_by, forbid=_unsupported(options, optimizer))
     if options.smallest_card:
         conf = with_allocator_options(resolve_card("generic", None), options.alloc_conf)[0].alloc_conf
         workload = load(batch_size=options.batch_size, seq_len=options.seq_len)
@@ -252,7 +253,7 @@ def _for_program(
     options: argparse.Namespace,
     load: Callable[..., Workload],
     optimizer: str,
-    kinds: tuple[str, ...],
+    asked_by: dict[str, str],
     watch: Watch,
 ) -> Plan:
     """Returns the plan for the config of axolotl or LLaMA-Factory."""
@@ -261,7 +262,8 @@ def _for_program(
         options.loop, options.model, card, adapter=_adapter(options), optimizer=optimizer, dtype=options.dtype
     )
     forbidden = (*LOOPS[options.loop], *terms.forbidden)
-    constraints = _constraints(options, force=(*kinds, *terms.forced), forbid=forbidden)
+    asked_by = {**dict.fromkeys(terms.forced, f"--for {options.loop}"), **asked_by}
+    constraints = _constraints(options, asked_by=asked_by, forbid=forbidden)
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
     load = functools.partial(load, dtype=terms.dtype)
 
@@ -288,15 +290,16 @@ def _for_program(
     return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
 
 
-def _constraints(options: argparse.Namespace, *, force: tuple[str, ...], forbid: tuple[str, ...]) -> Constraints:
-    """Returns what the options allow, with further techniques that are forced or forbidden."""
+def _constraints(options: argparse.Namespace, *, asked_by: dict[str, str], forbid: tuple[str, ...]) -> Constraints:
+    """Returns what the options allow, with further techniques that are forbidden, or forced by the named options."""
     return parse_constraints(
         fidelity=options.fidelity or "rounded",
-        force=(*names(options.force), *force),
+        force=names(options.force),
         forbid=(*names(options.forbid), *forbid),
         only=names(options.only) if options.only else None,
         max_slowdown=options.max_slowdown,
         margin=options.margin,
+        asked_by=asked_by,
     )
 
 

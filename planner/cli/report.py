@@ -16,6 +16,7 @@ from planner.plan_types.plan import Footprint, ModelFacts, Plan, Shortfall
 from planner.plan_types.plan_parts import TRAINING_STEP
 from planner.plan_types.plan_summary import in_time, speed_text
 from planner.plan_types.sizes import MIB, format_size
+from planner.plan_types.words import counted
 from planner.recording.step_graph import Category
 
 _TOTALS = (
@@ -57,10 +58,10 @@ def render(plan: Plan, *, verified: bool = False) -> RenderableType:
 def headline(plan: Plan) -> Text:
     """Returns the first lines of the report: the model, the batch, the budget if there is one, and the card."""
     workload = plan.workload
-    tokens = f" x {workload.seq_len} tokens" if workload.seq_len else ""
+    tokens = f" x {counted(workload.seq_len, 'token')}" if workload.seq_len else ""
     text = Text.assemble((plan.model.name, "bold"), f", {_parameters(plan.model)}, ")
     cards = cards_of(plan.decisions)
-    where = f" on each of {cards} cards" if cards > 1 else ""
+    where = f" on each of {counted(cards, 'card')}" if cards > 1 else ""
     text.append(f"batch {workload.batch_size}{tokens}{where}, {workload.optimizer}\n")
     if workload.gradients_alive:
         text.append(
@@ -77,7 +78,8 @@ def headline(plan: Plan) -> Text:
         machines = -(-cards // plan.cards_per_node)
         text.append(f"\nlink between cards: {plan.link}")
         if machines > 1:
-            text.append(f" in each of {machines} machines with {plan.cards_per_node} cards, and a network between them")
+            each = counted(plan.cards_per_node, "card")
+            text.append(f" in each of {machines:,} machines with {each}, and a network between them")
         text.append(" (name yours with --link and --cards-per-node)")
     return text
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from typing import get_args
 
-from planner.plan_types.words import FEWEST, Sharding
+from planner.plan_types.words import FEWEST, MOST_CARDS, SHARDINGS, not_a_number_of_cards, unknown_sharding
 from planner.profiles.links import known
 
 
@@ -60,7 +59,8 @@ def add_cards(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--sharding",
-        choices=get_args(Sharding),
+        type=_sharding,
+        choices=SHARDINGS,
         help="with --cards: ddp (a copy of the model on each card), zero1 (the same, with divided optimizer state), "
         "fsdp (FSDP2: parameters, gradients and state are divided), or zero2 (FSDP2 whose parameters stay gathered "
         "between forward and backward); default: the fastest of them that fits",
@@ -123,9 +123,19 @@ def _function(text: str) -> str:
 
 def _number_of_cards(text: str) -> int | str:
     """Parses a number of cards, or 'fewest'."""
-    if text != FEWEST and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is neither a whole number above 0 nor '{FEWEST}'")
-    return text if text == FEWEST else positive(text)
+    if text == FEWEST:
+        return text
+    count = int(text) if text.isdecimal() and len(text) < 20 else 0
+    if not 1 <= count <= MOST_CARDS:
+        raise argparse.ArgumentTypeError(not_a_number_of_cards(text))
+    return count
+
+
+def _sharding(text: str) -> str:
+    """Checks the name of a way in which several cards train one model."""
+    if text not in SHARDINGS:
+        raise argparse.ArgumentTypeError(unknown_sharding(text))
+    return text
 
 
 def positive(text: str) -> int:

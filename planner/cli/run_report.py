@@ -9,6 +9,7 @@ from rich.text import Text
 from planner.plan_types.plan import RunFacts
 from planner.plan_types.plan_parts import TRAINING_STEP
 from planner.plan_types.sizes import format_size
+from planner.plan_types.words import counted
 from planner.whole_run.activities import AVERAGING, EVALUATION, RESUMING
 
 _ADVICE = {
@@ -56,7 +57,8 @@ def run_sentence(run: RunFacts) -> str:
     rehearsed = f"; {run.shapes - run.predicted_shapes} of them rehearsed" if run.predicted_shapes else ""
     which = f"The {run.binding} number {run.settled:,}" if is_step else f"The {run.binding}"
     reaches = "reaches the maximum of memory" if run.fits else "does not fit"
-    text = f"{run.steps:,} steps simulated ({batches}{rehearsed}; order: {run.order}). {which} {reaches}."
+    steps = counted(run.steps, "step", with_commas=True)
+    text = f"{steps} simulated ({batches}{rehearsed}; order: {run.order}). {which} {reaches}."
     if run.retries:
         times = "once" if run.retries == 1 else f"{run.retries:,} times"
         text += f" To stay inside the budget, the allocator empties its cache {times}; each time makes a step wait."

@@ -11,7 +11,7 @@ from planner.errors import DecisionError
 from planner.for_program import UNSUPPORTED
 from planner.plan_types.decision_base import cards_of, optimizer_kernel_of
 from planner.plan_types.plan import Plan
-from planner.plan_types.words import Loop
+from planner.plan_types.words import Loop, counted
 from planner.profiles.links import CARDS_PER_NODE
 from planner.rewrite.emitted_code import environment_source, literal, torchrun
 from planner.rewrite.emitter import quoted
@@ -152,12 +152,16 @@ def _collator(plan: Plan) -> str:
     return f"    data_collator=transformers.{name}(tokenizer{option}),\n"
 
 
+def _samples(plan: Plan) -> str:
+    return counted(plan.workload.batch_size, "sample")
+
+
 def _for_loop(plan: Plan) -> str:
     return f"""\
 model.to(device)
 optimizer = {_optimizer(plan)}
 rewritten = planner.rewrite.apply(plan, model, optimizer{_loss(plan)})
-for batch in loader:  # batches of {plan.workload.batch_size} samples on the device
+for batch in loader:  # batches of {_samples(plan)} on the device
     loss = rewritten.step(batch)  # forward, backward, update and zero_grad
 """
 
@@ -165,7 +169,7 @@ for batch in loader:  # batches of {plan.workload.batch_size} samples on the dev
 def _for_accelerate(plan: Plan) -> str:
     return f"""\
 accelerator = accelerate.Accelerator(mixed_precision="no")  # the plan sets precision and accumulation
-loader = accelerator.prepare(loader)  # batches of {plan.workload.batch_size} samples; leave model and optimizer out
+loader = accelerator.prepare(loader)  # batches of {_samples(plan)}; leave model and optimizer out
 model.to(accelerator.device)
 optimizer = {_optimizer(plan)}
 rewritten = planner.rewrite.apply(plan, model, optimizer{_loss(plan)})
@@ -199,6 +203,7 @@ trainer.train()
 
 def _accelerate_on_cards(plan: Plan) -> str:
     size, count = micro_batches(plan)
+    samples = counted(size, "sample")
     steps = f"num_steps={count}" + (", sync_each_batch=True" if is_fsdp(plan) and count > 1 else "")
     recomputes = ""
     if checkpoints(plan) and not is_fsdp(plan):
@@ -212,7 +217,7 @@ accelerator = accelerate.Accelerator(
 )
 {_model_lines(plan)}{cache}{recomputes}\
 optimizer = {_optimizer_on_cards(plan)}
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # batches of {size} samples for each card
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # batches of {samples} for each card
 model.train()
 for batch in loader:
     with accelerator.accumulate(model):
@@ -237,7 +242,7 @@ class Planned(lightning.LightningModule):  # precision and accumulation of the T
         self.rewritten = planner.rewrite.apply(plan, self.model, optimizer{_loss(plan)})
         return self.rewritten.optimizer
 
-    def training_step(self, batch, _):  # batches of {plan.workload.batch_size} samples
+    def training_step(self, batch, _):  # batches of {_samples(plan)}
         self.log("loss", self.rewritten.step(batch))
 """
 

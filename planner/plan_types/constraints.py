@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Decision, Fidelity, Role
@@ -29,6 +29,9 @@ class Constraints:
     """Maximum step time, as a multiple of the step time of the baseline; None for no limit."""
     margin: str | int | None = None
     """The part of the card that the plan leaves free, as for `sizes.margin_bytes`; None for the default."""
+    asked_by: tuple[tuple[str, str], ...] = ()
+    """Techniques that another option than `--force` forces, by `Decision.kind`, each with that option: errors name it,
+    as in ('8bit-optimizer', '--optimizer adamw_8bit')."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forced", known_kinds(self.forced))
@@ -54,6 +57,13 @@ class Constraints:
         """True if the user demands this technique; for a role, if the user demands any technique with this role."""
         return any(kind.kind in self.forced for kind in kinds_of(technique))
 
+    def why_forced(self, technique: type[Decision]) -> tuple[str, str]:
+        """Returns for an error why a technique has to be used, and what to do if it cannot be."""
+        option = dict(self.asked_by).get(technique.kind)
+        if option is None:
+            return f"{technique.kind} is forced", f"do not force {technique.kind}"
+        return f"{option} asks for {technique.kind}", f"leave {option} out"
+
 
 def parse_constraints(
     *,
@@ -63,16 +73,19 @@ def parse_constraints(
     only: str | Sequence[str] | None = None,
     max_slowdown: float | None = None,
     margin: str | int | None = None,
+    asked_by: Mapping[str, str] | None = None,
 ) -> Constraints:
     """Creates constraints from the user's options.
 
     Args:
+        asked_by: options that force further techniques, by `Decision.kind`.
         only: names of the techniques that are allowed; all others are forbidden. None allows all techniques.
 
     Raises:
         DecisionError: a name is unknown, or two options contradict each other.
     """
-    forced, forbidden = _names(force), _names(forbid)
+    asked_by = asked_by or {}
+    forced, forbidden = (*_names(force), *asked_by), _names(forbid)
     if divided := [name for name in known_kinds(forbidden) if KINDS[name].role is Role.SHARDING]:
         raise DecisionError(
             f"'{divided[0]}' cannot be forbidden: several cards always use it, and one card never does; choose how the "
@@ -99,6 +112,7 @@ def parse_constraints(
         forbidden=forbidden,
         max_slowdown=max_slowdown,
         margin=margin,
+        asked_by=tuple(asked_by.items()),
     )
 
 

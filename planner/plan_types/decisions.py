@@ -247,7 +247,10 @@ class Shard(Decision):
         if other.steps_in_backward:
             return "step-in-backward uses each gradient before those of the other cards are added to it"
         if other.eight_bit_state and self.way != "ddp":
-            return "bitsandbytes' optimizers are planned without divided parameters or state only"
+            return (
+                "it cannot be planned where parameters or optimizer state are divided among cards "
+                "(--sharding ddp divides neither)"
+            )
         if self.way == "own" and other.needs_plain_tensors:
             return f"{other.kind} does not take the DTensors into which your function may turn parameters"
         return None
@@ -255,13 +258,14 @@ class Shard(Decision):
     def describe(self) -> str:
         once = "; gradients reduced once in a step" if self.reduces_once and not self.prepared_by else ""
         library = f" as {self.prepared_by} prepares it" if self.prepared_by else ""
+        cards = counted(self.cards, "card")
         if self.way == "ddp":
-            return f"a copy of the model on each of {self.cards} cards (DistributedDataParallel{library}){once}"
+            return f"a copy of the model on each of {cards} (DistributedDataParallel{library}){once}"
         if self.way == "zero1":
-            return f"a copy of the model on each of {self.cards} cards, with divided optimizer state (ZeRO-1){once}"
+            return f"a copy of the model on each of {cards}, with divided optimizer state (ZeRO-1){once}"
         if self.way == "own":
             mesh = " x ".join(f"{name} {size}" for name, size in zip(self.dimensions, self.mesh, strict=True))
-            return f"divided among {self.cards} cards ({mesh}) by your function {self.function}".rstrip()
+            return f"divided among {cards} ({mesh}) by your function {self.function}".rstrip()
         hybrid = len(self.mesh) > 1
         where = f"{self.mesh[0]} copies, each sharded over {self.mesh[1]}" if hybrid else f"sharded over {self.cards}"
         text = f"{where} cards (FSDP2{library})"
@@ -377,7 +381,7 @@ class Accumulation(Decision):
         whole = type(self.micro_batch_size) is int and type(self.micro_batches) is int
         if not whole or self.micro_batch_size < 1 or self.micro_batches < 2:
             raise DecisionError(
-                f"accumulation over {self.micro_batches} micro-batches of {self.micro_batch_size} samples: "
+                f"accumulation over {self.micro_batches} micro-batches of {counted(self.micro_batch_size, 'sample')}: "
                 "needs at least 2 micro-batches of at least 1 sample"
             )
 

@@ -6,7 +6,7 @@ Editors complete the types, and type checkers refuse other words.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 FidelityName = Literal["exact", "rounded", "adapted", "partial"]
 """How closely training must match the original."""
@@ -32,11 +32,15 @@ Techniques = Technique | Sequence[Technique]
 """One technique or several."""
 
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp"]
-"""A way in which several cards train one model."""
+"""A way in which several cards train one model, from the one that divides least to the one that divides most."""
+
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 
 Fewest = Literal["fewest"]
 FEWEST: Fewest = "fewest"
 """Stands for the smallest number of cards with which a plan fits."""
+MOST_CARDS = 65_536
+"""Maximum number of cards."""
 
 OptimizerName = Literal[
     "adamw",
@@ -71,9 +75,22 @@ _MOST_NAMES, _MOST_RANGES = 6, 4
 """Maximum number of name patterns, and of ranges of op numbers, in a description."""
 
 
-def counted(number: int, noun: str) -> str:
-    """Formats a number with its noun: '1 module', '3 modules'."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, *, with_commas: bool = False) -> str:
+    """Formats a number with its noun: '1 module', '3 modules'; '3,000 modules' with commas."""
+    return f"{format(number, ',' if with_commas else '')} {noun}{'' if number == 1 else 's'}"
+
+
+def unknown_sharding(value: str) -> str:
+    """Returns the message for a text that is no `Sharding`."""
+    return (
+        f"sharding '{value[:40]}' is unknown: choose from {', '.join(SHARDINGS)}, or leave it out; tensor parallelism "
+        "needs a function of your own (parallelize in Python, --parallelize on the command line)"
+    )
+
+
+def not_a_number_of_cards(value: object) -> str:
+    """Returns the message for a value that is not a number of cards."""
+    return f"{value!r:.40} is not a number of cards: give a whole number from 1 to {MOST_CARDS:,}, or '{FEWEST}'"
 
 
 def module_listing(names: Iterable[str]) -> str:

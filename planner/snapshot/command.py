@@ -23,6 +23,7 @@ from rich.table import Table
 from planner.allocator.blocks import Segment
 from planner.errors import PlannerError, SnapshotError
 from planner.plan_types.sizes import format_size, parse_size
+from planner.plan_types.words import counted
 from planner.snapshot.file import load
 from planner.snapshot.history import History
 from planner.snapshot.replay import replay_history
@@ -91,9 +92,10 @@ def _print(console: Console, name: str, history: History, result: ReplayResult) 
     limit = "no limit" if result.capacity_bytes is None else f"{format_size(result.capacity_bytes)} for segments"
     segments = "expandable segments" if history.settings.expandable_segments else "segments of fixed size"
     for line in (
-        f"{name}, device {history.device}: {len(history.events)} events from {start}, {segments}, {limit}",
-        f"{counts.allocations} allocations, {counts.failed_requests} failed requests; memory was taken from the driver "
-        f"{counts.taken} times and released {counts.given_back} times",
+        f"{name}, device {history.device}: {counted(len(history.events), 'event')} from {start}, {segments}, {limit}",
+        f"{counted(counts.allocations, 'allocation')}, {counted(counts.failed_requests, 'failed request')}; "
+        "memory was taken from the driver "
+        f"{counted(counts.taken, 'time')} and released {counted(counts.given_back, 'time')}",
         *(f"Note: {note}" for note in history.notes),
     ):
         console.print(line, markup=False)

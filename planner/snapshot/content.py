@@ -12,6 +12,7 @@ from planner.allocator.options import settings_of
 from planner.allocator.settings import AllocatorSettings
 from planner.errors import SnapshotError, WorkloadError
 from planner.plan_types.decision_base import options_in
+from planner.plan_types.words import counted
 from planner.snapshot.history import Action, Event, Frame, History, Sources
 
 GIVE = "give a file that torch.cuda.memory._dump_snapshot wrote"
@@ -81,7 +82,7 @@ def history_of(data: Mapping[str, Any], wanted: int | None, shown: str, *, needs
             "torch.cuda.MemPool) are left out, because the simulator has no private pools"
         )
     if lost := sum(event.action is Action.OOM for event in events) - sum(events[i].action is Action.OOM for i in kept):
-        notes.append(f"{lost} requests of private pools failed, and are not explained")
+        notes.append(f"{counted(lost, 'failed request')} of private pools cannot be explained")
     events, trace = [events[index] for index in kept], [trace[index] for index in kept]
     with naming(f"{shown}: allocator_settings"):
         options = data.get("allocator_settings", {})

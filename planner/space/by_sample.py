@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import final
 
 from planner.errors import StepError, WorkloadError
+from planner.plan_types.words import counted
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, tensors_of
 
@@ -50,9 +51,10 @@ class BySampleCheck:
         """The reason why it is not known which tensors of the batch have a row for each sample; None if it is known."""
         if other := self._workload.with_other_rows:
             return (
-                f"the batch has {self._workload.batch_size} samples, and {other}, and nothing says whether this tensor "
-                "is the same for all samples: if it is, name the other tensors with --by-sample (by_sample=[...] in "
-                "Python); if it refers to samples, like the edges of a graph, the batch cannot be split"
+                f"the batch has {counted(self._workload.batch_size, 'sample')}, and {other}, and nothing says whether "
+                "this tensor is the same for all samples: if it is, name the other tensors with --by-sample "
+                "(by_sample=[...] in Python); if it refers to samples, like the edges of a graph, the batch cannot be "
+                "split"
             )
         child, self._child = self._child, None
         if child is None or (error := _error(child)) is None:

@@ -8,6 +8,7 @@ import torch
 
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.decisions import ChunkedLoss
+from planner.plan_types.sizes import format_size
 from planner.recording.step_graph import Op, Phase, StepGraph
 from planner.workload.module_hooks import has_backward_hooks
 from planner.workspaces.gemm import GEMM_OPS
@@ -24,6 +25,11 @@ _MOST_CHUNKS = 64
 """Maximum number of chunks."""
 _SMALLEST_LOGITS_BYTES = 1 << 20
 """Minimum size of fp32 logits for which chunks are considered."""
+WHY_NO_CHUNKS = (
+    f"no linear layer's output of {format_size(_SMALLEST_LOGITS_BYTES)} or more in fp32 goes straight into a cross "
+    "entropy"
+)
+"""Why the loss cannot be computed in chunks if `loss_in_chunks` returns None."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from planner.errors import WorkloadError
 from planner.plan_types.decision_base import divides_batch
+from planner.plan_types.words import counted
 
 TENSOR_PARALLEL = "tp"
 _NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
@@ -33,14 +34,18 @@ def named_mesh(count: int, mesh: Sequence[int] | Mapping[str, int] | None) -> tu
     sizes = tuple(mesh.values()) if isinstance(mesh, Mapping) else tuple(mesh)
     described = " x ".join(map(str, sizes))
     if not names or len(names) != len(sizes):
-        raise WorkloadError(f"a mesh of {described} has {len(sizes)} dimensions: give one to three, or names for them")
+        raise WorkloadError(
+            f"a mesh of {described} has {counted(len(sizes), 'dimension')}: give one to three, or names for them"
+        )
     total = 1
     for size in sizes:
         if type(size) is not int or size < 1:
             raise WorkloadError(f"a mesh of {described}: each dimension needs a number of cards of at least 1")
         total *= size
     if total != count:
-        raise WorkloadError(f"a mesh of {described} has {total} cards, not {count}: give the same number with cards")
+        raise WorkloadError(
+            f"a mesh of {described} has {counted(total, 'card')}, not {count}: give the same number with cards"
+        )
     for name in names:
         if not divides_batch(name) and name != TENSOR_PARALLEL:
             raise WorkloadError(

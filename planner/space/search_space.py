@@ -30,7 +30,7 @@ from planner.plan_types.decisions import (
 )
 from planner.plan_types.techniques import KINDS
 from planner.profiles.device import DeviceProfile
-from planner.space.lm_head import ChunkedLossOption
+from planner.space.lm_head import WHY_NO_CHUNKS, ChunkedLossOption
 from planner.space.micro_batches import MicroBatching, batch_splits
 from planner.workload.eight_bit import why_not_eight_bit
 from planner.workload.optimizer_choice import by_name, optimizer_name
@@ -225,8 +225,7 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
 def _losses(workload: Workload, constraints: Constraints, chunks: ChunkedLossOption | None) -> Alternatives:
     if workload.parallelize is not None:
         return _alternatives(constraints, ChunkedLoss, None, f"{ChunkedLoss.kind} {_NEEDS_PLAIN}")
-    why_not = "no linear layer's output of some size goes straight into a cross entropy"
-    return _alternatives(constraints, ChunkedLoss, None if chunks is None else chunks.for_whole_batch(), why_not)
+    return _alternatives(constraints, ChunkedLoss, None if chunks is None else chunks.for_whole_batch(), WHY_NO_CHUNKS)
 
 
 def _optimizers(workload: Workload, constraints: Constraints, notes: list[str]) -> Alternatives:
@@ -377,7 +376,8 @@ def _alternatives(
     if constraints.force(kind):
         if decisions is None:
             # Some reasons end with an advice of their own after a colon.
-            advice = "" if why_not and ":" in why_not else f": do not force {kind.kind}"
-            raise DecisionError(f"{kind.kind} is forced, but {why_not}{advice}")
+            why_forced, way_out = constraints.why_forced(kind)
+            advice = "" if why_not and ":" in why_not else f": {way_out}"
+            raise DecisionError(f"{why_forced}, but {why_not}{advice}")
         return (decisions,)
     return ((), decisions) if decisions is not None and constraints.allow(kind) else ((),)

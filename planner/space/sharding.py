@@ -11,15 +11,17 @@ import torch
 from planner.errors import WorkloadError
 from planner.plan_types.decisions import Shard
 from planner.plan_types.quantized import is_quantized
-from planner.plan_types.words import FEWEST
+from planner.plan_types.words import (
+    FEWEST,
+    MOST_CARDS,
+    SHARDINGS,
+    counted,
+    not_a_number_of_cards,
+    unknown_sharding,
+)
 from planner.profiles.links import CARDS_PER_NODE
 from planner.space import accelerate_units
 from planner.space.own_sharding import named_mesh
-
-WAYS = ("ddp", "zero1", "zero2", "fsdp")
-"""Names of the ways that users can choose from, from the one that divides least among the cards to that which divides
-most. With 'fsdp' the planner chooses the units of FSDP2 that stay gathered between forward and backward; with 'zero2'
-all of them do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,8 @@ class Cards:
     own: Shard | None = None
     """The decision that a function of the user's own divides the model; None if the planner does it."""
     way: str | None = None
-    """One of `WAYS`; None to let the planner choose."""
+    """One of `SHARDINGS`; None to let the planner choose. With 'fsdp' the planner chooses the units of FSDP2 that stay
+    gathered between forward and backward; with 'zero2' all of them do."""
     offload: bool = False
     """True if shards are in host memory."""
     per_node: int = CARDS_PER_NODE
@@ -52,10 +55,10 @@ class Cards:
         return self.count if self.own is None else self.own.divides_batch_by
 
     def __post_init__(self) -> None:
-        if type(self.count) is not int or self.count < 2:
-            raise WorkloadError(f"cards={self.count!r}: give the number of cards, at least 2, or leave it out for one")
-        if self.way is not None and self.way not in WAYS:
-            raise WorkloadError(f"sharding '{self.way}' is unknown: choose from {', '.join(WAYS)}, or leave it out")
+        if type(self.count) is not int or not 2 <= self.count <= MOST_CARDS:
+            raise WorkloadError(not_a_number_of_cards(self.count))
+        if self.way is not None and self.way not in SHARDINGS:
+            raise WorkloadError(unknown_sharding(self.way))
         if self.mesh is not None and self.fewest:
             raise WorkloadError(
                 "a mesh states the number of cards: give that number instead of 'fewest', or leave the mesh out"
@@ -95,7 +98,7 @@ def _mesh_advice(count: int) -> str:
     """Returns what to give instead of a mesh that does not have this number of cards."""
     sizes = [size for size in range(2, min(count // 2, CARDS_PER_NODE) + 1) if not count % size]
     if not sizes:
-        return "leave the mesh out, which needs at least 4 cards and a number of cards that can be divided"
+        return "leave the mesh out: no number of copies divides the cards evenly with two or more cards for each copy"
     return f"give the number of copies and the cards for each copy, such as {count // sizes[-1]}x{sizes[-1]}"
 
 
@@ -121,22 +124,28 @@ def several_cards(
         WorkloadError: the description contradicts itself, or describes several cards without their number.
     """
     if count is None or count == 1:
-        if mesh or way or offload or link or per_node or parallelize is not None:
+        described = {
+            "mesh": mesh,
+            "sharding": way,
+            "offload_shards": offload,
+            "cards_per_node": per_node,
+            "link": link,
+            "parallelize": parallelize is not None,
+        }
+        if given := [name for name, value in described.items() if value]:
             raise WorkloadError(
-                "mesh, sharding, offload_shards, cards_per_node, parallelize and link describe several cards: give "
-                "their number, at least 2, with cards (--cards)"
+                f"{given[0]} is for two or more cards, and the number of cards is 1: give a larger number with cards "
+                f"(--cards), or leave {given[0]} out"
             )
         return None
     is_number = type(count) is int
-    if not is_number and count != FEWEST:
-        raise WorkloadError(
-            f"cards={count!r}: give the number of cards, at least 2, or '{FEWEST}'; leave it out for one"
-        )
+    if count != FEWEST and not (type(count) is int and 1 < count <= MOST_CARDS):
+        raise WorkloadError(not_a_number_of_cards(count))
     if per_node and is_number and int(count) > per_node and int(count) % per_node:
         fitting = [each for each in range(1, CARDS_PER_NODE + 1) if not int(count) % each]
         raise WorkloadError(
-            f"{count} cards cannot be divided evenly among machines of {per_node} cards: give {fitting[-1]} cards for "
-            "each machine, or another number of cards"
+            f"{count} cards cannot be divided evenly among machines of {counted(per_node, 'card')}: give "
+            f"{counted(fitting[-1], 'card')} for each machine, or another number of cards"
         )
     own = None
     if parallelize is not None:
@@ -148,7 +157,11 @@ def several_cards(
         names, sizes = named_mesh(int(count), mesh)
         own, mesh = Shard(way="own", mesh=sizes, dimensions=names, function=parallelize), None
     elif isinstance(mesh, Mapping):
-        raise WorkloadError("names of the dimensions of a mesh are for a function of yours: give parallelize, too")
+        raise WorkloadError(
+            "a mesh whose dimensions have names is for a function of yours, which divides the model by tensor "
+            "parallelism, for example: give it with parallelize (--parallelize FILE.py:FUNCTION), or give the mesh as "
+            "numbers of copies and of cards for each copy, such as 2x4"
+        )
     return Cards(
         count=int(count) if is_number else 2,
         own=own,
@@ -206,8 +219,9 @@ def _without_division(cards: Cards, quantized: str) -> Cards:
     """
     if asks_for_divided_parameters(cards):
         raise WorkloadError(
-            f"'{quantized}' has 4-bit weights, which FSDP2 cannot divide: choose --sharding ddp or zero1, with which "
-            "each card has all of them, or train adapters on weights that are not quantized (--lora)"
+            f"'{quantized}' has 4-bit weights, which FSDP2 cannot divide: choose --sharding ddp"
+            f"{'' if cards.prepared_by else ' or zero1'}, with which each card has all of them, or train adapters on "
+            "weights that are not quantized (--lora)"
         )
     return dataclasses.replace(cards, way="ddp") if cards.prepared_by else cards
 

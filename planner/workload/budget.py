@@ -10,7 +10,7 @@ import torch
 from planner.allocator.options import settings_of
 from planner.errors import BudgetError, SizeError
 from planner.plan_types.decision_base import Decision
-from planner.plan_types.quantized import stored_bytes
+from planner.plan_types.quantized import is_quantized, stored_bytes
 from planner.plan_types.sizes import GIB, SMALLEST_PLAIN_BYTES, format_size, margin_bytes, parse_size
 from planner.profiles.device import DeviceProfile
 from planner.workload.cards import GENERIC, resolve_card
@@ -89,7 +89,8 @@ class Budget:
 
         No technique makes them smaller, so that no rehearsal is needed to know this. If several cards train together,
         the gradients count, too: all of them are alive before the optimizer steps. If they are reduced once in a step,
-        each card has whole gradients before the last micro-batch.
+        each card has whole gradients before the last micro-batch. More cards are advised only if they would help: the
+        context, NCCL's memory and the buffers are on each card.
 
         Args:
             sharding: how several cards train together; empty for one card.
@@ -103,27 +104,41 @@ class Budget:
         parameters = {tensor.untyped_storage()._cdata: tensor for tensor in model.parameters()}
         buffers = {tensor.untyped_storage()._cdata: tensor for tensor in model.buffers()}
         kept = [tensor for key, tensor in buffers.items() if key not in parameters]
-        model_bytes = sum(map(stored_bytes, parameters.values())) // shards + sum(map(stored_bytes, kept))
-        what = "parameters and buffers"
+        whole_bytes = sum(map(stored_bytes, kept))
+        model_bytes = sum(map(stored_bytes, parameters.values())) // shards + whole_bytes
+        what = "parameters and buffers take"
         if sharding:
             trained = (tensor for tensor in parameters.values() if tensor.requires_grad)
-            gradient_shards = 1 if any(way.keeps_whole_gradients for way in sharding) else shards
-            model_bytes += sum(tensor.numel() * tensor.itemsize for tensor in trained) // gradient_shards
-            what = f"{'the parts of one card of ' if shards > 1 else ''}parameters, gradients and buffers"
+            gradient_bytes = sum(tensor.numel() * tensor.itemsize for tensor in trained)
+            if any(way.keeps_whole_gradients for way in sharding):
+                whole_bytes += gradient_bytes
+                model_bytes += gradient_bytes
+            else:
+                model_bytes += gradient_bytes // shards
+            of_one_card = "one card's part of the " if shards > 1 else ""
+            what = f"{of_one_card}parameters, gradients and buffers take{'s' if shards > 1 else ''}"
         needed_bytes = model_bytes + card.outside_bytes
         if needed_bytes <= self.usable_bytes:
             return
-        sizes = f"{what} take {format_size(model_bytes)}"
-        nccl = " with NCCL" if card.nccl_bytes else ""
-        context = f" and the CUDA context{nccl} {format_size(card.outside_bytes)}" if card.outside_bytes else ""
-        if sharding:
-            way_out = "more cards" if shards > 1 else "divide the parameters, too (--sharding fsdp)"
+        sizes = f"{what} {format_size(model_bytes)}"
+        context = f", the CUDA context {format_size(card.context_bytes)}" if card.context_bytes else ""
+        if card.nccl_bytes and card.links is not None:
+            context += (
+                f", NCCL's buffers for the link {card.links.within.name} {format_size(card.nccl_bytes)} (reported by "
+                "others or assumed: profiles/links.toml)"
+            )
+        can_be_divided = bool(sharding) and not any(map(is_quantized, parameters.values()))
+        if card.outside_bytes >= self.usable_bytes:
+            way_out = ": the context exceeds the budget without a model"
+            if sharding:
+                way_out = f": more cards would not help, because each needs {format_size(card.outside_bytes)} for them"
+        elif not can_be_divided or whole_bytes + card.outside_bytes >= self.usable_bytes:
+            way_out = ", or a smaller model"
         else:
-            way_out = "a smaller model"
+            way_out = ", or more cards" if shards > 1 else ", or divide the parameters, too (--sharding fsdp)"
         raise BudgetError(
             f"does not fit: a budget of {format_size(self.usable_bytes)} cannot hold the model, whatever the plan: "
-            f"{sizes}{context}, and training needs more; give a budget well above {format_size(needed_bytes)}, or "
-            f"{way_out}"
+            f"{sizes}{context}, and training needs more; give a budget well above {format_size(needed_bytes)}{way_out}"
         )
 
     def notes(self, card: DeviceProfile) -> tuple[str, ...]:

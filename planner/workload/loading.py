@@ -20,6 +20,7 @@ from planner.errors import WorkloadError, first_line
 from planner.plan_types.adapter import Adapter, saved_config
 from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.plan import TrainingProgram, names_code
+from planner.plan_types.words import counted
 from planner.workload.adapters import adapted, why_no_adapters
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 from planner.workload.own_step import of_own_step
@@ -309,8 +310,8 @@ def _resized(result: Workload, request: _Request) -> Workload:
         return result
     if other := result.with_other_rows:
         raise WorkloadError(
-            f"'{result.reference}' returns a batch of {result.batch_size} samples, which cannot be changed to "
-            f"{request.batch_size}: {other}, and nothing says whether it is the same for all samples; "
+            f"'{result.reference}' returns a batch of {counted(result.batch_size, 'sample')}, which cannot be changed "
+            f"to {request.batch_size}: {other}, and nothing says whether it is the same for all samples; "
             "give the function an argument batch_size, or, if it is the same, name the other tensors with --by-sample"
         )
     batch = resized(

@@ -27,6 +27,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from planner.plan_types.words import counted
 from planner.rewrite.accumulation_check.batch_independent_random import BatchIndependentRandom
 from planner.rewrite.accumulation_check.sample_choice import tensors_of
 from planner.rewrite.accumulation_check.sampled_gradient import sampled_gradient
@@ -98,8 +99,9 @@ class ProbeResult:
 
     def __str__(self) -> str:
         error = f"{self.error:.2%}" if self.error > 1e-3 else f"{self.error:.1e} of itself"
+        samples = counted(self.samples, "sample")
         return (
-            f"computed in two parts like micro-batches, the {self.quantity} of {self.samples} samples comes out "
+            f"computed in two parts like micro-batches, the {self.quantity} of {samples} comes out "
             f"{error if math.isfinite(self.error) else 'not finite, or far'} off: the loss compares samples, or is a "
             "sum, or a mean over something other than samples or labels (or the model normalizes over the batch)"
         )

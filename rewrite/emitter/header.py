@@ -10,6 +10,7 @@ from planner.plan_types.categories import Category
 from planner.plan_types.decision_base import Role, cards_of, parts_of_batch, with_roles
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import margin_bytes
+from planner.plan_types.words import counted
 from planner.profiles.links import CARDS_PER_NODE
 from planner.rewrite.emitted_code import WIDTH
 from planner.rewrite.emitter.quoted import docstring
@@ -35,7 +36,7 @@ def header(plan: Plan, file_name: str) -> str:
 def _title(plan: Plan) -> str:
     cards = cards_of(plan.decisions)
     title = f"One training step of {plan.model.name} ({plan.model.parameters:,} parameters) on "
-    title += plan.card if cards == 1 else f"{cards} cards {plan.card}"
+    title += plan.card if cards == 1 else f"{counted(cards, 'card')} {plan.card}"
     if plan.vram_bytes is None:
         return f"{title}."
     verdict = "within" if plan.fits else "that does NOT fit"
@@ -156,11 +157,10 @@ def _size(size_bytes: int) -> str:
 
 
 def _decisions(plan: Plan) -> list[str]:
-    cards = cards_of(plan.decisions)
-    parts = parts_of_batch(plan.decisions)
-    batch = f"a batch of {plan.workload.batch_size} samples"
-    if cards > 1:
-        batch += f" on each of {cards} cards" if parts == cards else f" for each {cards // parts} of {cards} cards"
+    number, parts = cards_of(plan.decisions), parts_of_batch(plan.decisions)
+    batch, cards = f"a batch of {counted(plan.workload.batch_size, 'sample')}", counted(number, "card")
+    if number > 1:
+        batch += f" on each of {cards}" if parts == number else f" for each {number // parts} of {cards}"
     return [f"{batch}, optimizer {plan.workload.optimizer}", *(decision.describe() for decision in plan.decisions)]
 
 

@@ -26,6 +26,7 @@ import torch
 from planner.errors import MeasurementError, PlannerError
 from planner.plan_types.answers import Answers
 from planner.plan_types.plan import Plan
+from planner.plan_types.words import counted
 from planner.rewrite.application import Rewritten, apply
 from planner.rewrite.on_gpu.cuda import Cuda, Device
 from planner.rewrite.on_gpu.oom_location import OomLocator
@@ -210,7 +211,7 @@ class Steps:
         self.skipped += scaler is not None and scaler.get_scale() < scale
         if self.skipped > MOST_SKIPPED:
             raise MeasurementError(
-                f"the gradient scaler skipped {self.skipped} steps: this model overflows in fp16. Plan with "
+                f"the gradient scaler skipped {counted(self.skipped, 'step')}: this model overflows in fp16. Plan with "
                 "mixed-precision forbidden"
             )
 

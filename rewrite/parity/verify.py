@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.plan import Plan
+from planner.plan_types.words import counted
 from planner.rewrite.application import matched
 from planner.rewrite.optimizers import OptimizerChoice
 from planner.rewrite.parity.comparisons import comparisons, first_line
@@ -99,8 +100,8 @@ def verify(
         raise DecisionError(f"steps={steps}: there is nothing to compare without a step; give at least 1")
     if (step is None or any(tensors_of(batch))) and batch_size_of(batch) != plan.workload.batch_size:
         raise PlanFileError(
-            f"the plan is for batches of {plan.workload.batch_size} samples, this one has {batch_size_of(batch)}: "
-            "give a batch of the planned size, or make the plan again"
+            f"the plan is for batches of {counted(plan.workload.batch_size, 'sample')}, this one has "
+            f"{batch_size_of(batch)}: give a batch of the planned size, or make the plan again"
         )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise WorkloadError(f"{type(model).__name__} has no weights (device meta): load its weights first")

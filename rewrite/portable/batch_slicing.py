@@ -49,8 +49,8 @@ def count_samples(batch, batch_size, not_by_sample=()):
     candidates = sizes - {1} or sizes  # a first dimension of 1 usually broadcasts over the samples
     if len(candidates) != 1:
         raise ValueError(
-            f"no tensor of the batch has {batch_size} samples, and their first dimensions {sorted(candidates)} differ: "
-            f"give batches of {batch_size} samples (drop_last=True), with the sample as first dimension"
+            f"the tensors of the batch have different first dimensions {sorted(candidates)}, and none is the planned "
+            f"batch size {batch_size}: give batches of that size (drop_last=True), with the sample as first dimension"
         )
     return candidates.pop()
 

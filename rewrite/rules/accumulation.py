@@ -21,6 +21,7 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
 from planner.plan_types.plan import Plan
+from planner.plan_types.words import counted
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.loss_terms import loss_terms_of, terms_source
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, samples_between
@@ -38,8 +39,9 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
     needed = -(-rewriting.batch_size // decision.micro_batch_size)
     if needed != decision.micro_batches:
         raise DecisionError(
-            f"the plan has {decision.micro_batches} micro-batches of {decision.micro_batch_size} samples, but a batch "
-            f"of {rewriting.batch_size} samples makes {needed}: make the plan again for this batch size"
+            f"the plan has {decision.micro_batches} micro-batches of {counted(decision.micro_batch_size, 'sample')}, "
+            f"but a batch of {counted(rewriting.batch_size, 'sample')} makes {needed}: make the plan again for this "
+            "batch size"
         )
     loss_terms = loss_terms_of(rewriting)
     rewriting.loss_terms = loss_terms

@@ -32,6 +32,7 @@ from planner.plan_types.decision_base import (
 from planner.plan_types.decisions import Shard
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
+from planner.plan_types.words import counted
 
 LIBRARY = "accelerate"
 
@@ -124,12 +125,12 @@ def _fsdp_settings(plan: Plan, shard: Shard) -> dict[str, Any]:
 def _header(plan: Plan, machines: int) -> str:
     """Returns comment lines: the plan, its memory, and how to start."""
     workload, cards = plan.workload, cards_of(plan.decisions)
-    size = f"batch {workload.batch_size}" + (f" x {workload.seq_len} tokens" if workload.seq_len else "")
+    size = f"batch {workload.batch_size}" + (f" x {counted(workload.seq_len, 'token')}" if workload.seq_len else "")
     budget = "" if plan.vram_bytes is None else f" of {format_size(plan.vram_bytes)}"
     planned = allocator_conf(plan.decisions, plan.alloc_conf)
     lines = [
         f"Config for accelerate: {plan.model.architecture or plan.model.name}, {size} on each card, "
-        f"{workload.optimizer}, {cards} card{'s' if cards > 1 else ''}.",
+        f"{workload.optimizer}, {counted(cards, 'card')}.",
         f"Memory of a training step on each card: {format_size(plan.peak.total_bytes)} predicted{budget}, certified by "
         "rehearsal; evaluation is not planned.",
         *([] if plan.fits else ["THE PLAN DOES NOT FIT into the budget."]),

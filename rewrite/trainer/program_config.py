@@ -17,6 +17,7 @@ from planner.plan_types.adapter import Adapter
 from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.sizes import format_size
+from planner.plan_types.words import counted
 from planner.rewrite.emitter.quoted import remark
 from planner.rewrite.trainer.arguments import planned_arguments
 
@@ -47,7 +48,7 @@ def _value(value: Any) -> str:
 def _header(plan: Plan, program: TrainingProgram, missing: str) -> str:
     """Returns comment lines: the plan, its memory, and what the user must add."""
     workload = plan.workload
-    size = f"batch {workload.batch_size} x {workload.seq_len} tokens"
+    size = f"batch {workload.batch_size} x {counted(workload.seq_len, 'token')}"
     total = f"{format_size(plan.peak.total_bytes)} predicted"
     budget = "" if plan.vram_bytes is None else f" of {format_size(plan.vram_bytes)}"
     lines = [

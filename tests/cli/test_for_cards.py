@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
         (["--for", "accelerate", "--cards", "4", "--sharding", "zero1"], "accelerate offers ZeRO-1 only by DeepSpeed"),
         (["--for", "trainer", "--cards", "4", "--mesh", "2x2"], "a mesh cannot be planned"),
         (["--for", "trainer", "--cards", "4", "--offload-shards"], "shards in host memory cannot be planned"),
-        (["--cards", "two"], "'two' is neither a whole number above 0 nor 'fewest'"),
+        (["--cards", "two"], "'two' is not a number of cards: give a whole number from 1 to 65,536, or 'fewest'"),
     ],
 )
 def test_what_settings_cannot_say_is_refused(options, message, folder, tmp_path, monkeypatch, capsys):

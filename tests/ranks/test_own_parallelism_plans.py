@@ -137,8 +137,9 @@ def test_a_function_at_the_top_of_a_file_can_be_named():
         "four dimensions": (16, {"mesh": (2, 2, 2, 2)}, "4 dimensions: give one to three, or names"),
         "a pipeline": (8, {"mesh": {"pp": 8}}, "dimension 'pp' of the mesh is unknown"),
         "another way": (8, {"way": "fsdp"}, "your function divides the model itself"),
-        "one card": (1, {}, "parallelize and link describe several cards"),
+        "one card": (1, {}, "parallelize is for two or more cards"),
         "fewest": ("fewest", {}, "give the number of cards"),
+        "too many": (65_537, {}, "65537 is not a number of cards: give a whole number from 1 to 65,536"),
     }.values(),
 )
 def test_a_description_that_contradicts_itself_is_refused(count, arguments, message):
@@ -147,7 +148,7 @@ def test_a_description_that_contradicts_itself_is_refused(count, arguments, mess
 
 
 def test_names_of_a_mesh_need_a_function():
-    with pytest.raises(WorkloadError, match="are for a function of yours"):
+    with pytest.raises(WorkloadError, match="is for a function of yours"):
         several_cards(8, mesh={"dp": 8})
 
 

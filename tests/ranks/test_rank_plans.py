@@ -76,10 +76,10 @@ def test_the_ways_are_those_that_the_user_allows():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     {
-        "no number": ({"count": 1}, "cards=1: give the number of cards, at least 2"),
+        "no number": ({"count": 1}, "1 is not a number of cards"),
         "another mesh": ({"count": 8, "mesh": (2, 2)}, "a mesh of 2 x 2 is not one of 8 cards .*, such as 2x4$"),
         "a mesh of one copy": ({"count": 20, "mesh": (1, 20)}, "a mesh of 1 x 20 is not one .*, such as 4x5$"),
-        "a prime number of cards": ({"count": 7, "mesh": (2, 4)}, "leave the mesh out, which needs at least 4 cards"),
+        "a prime number of cards": ({"count": 7, "mesh": (2, 4)}, "leave the mesh out: no number of copies"),
         "copies in a mesh": ({"count": 8, "mesh": (2, 4), "way": "ddp"}, "a mesh is for sharded models"),
         "offloaded copies": ({"count": 8, "way": "zero1", "offload": True}, "offloading is for sharded models"),
     }.values(),
@@ -250,7 +250,7 @@ def test_a_budget_that_cannot_hold_the_shards_is_refused_without_a_rehearsal():
     model = llama()
     whole = sum(p.numel() for p in model.parameters()) * 8  # parameters and gradients
     budget = Budget.on(BARE, whole // 4 - 100_000, margin=0)
-    with pytest.raises(BudgetError, match="the parts of one card of parameters, gradients"):
+    with pytest.raises(BudgetError, match="one card's part of the parameters, gradients"):
         budget.refuse_if_hopeless(model, BARE, sharding=sharding)
     Budget.on(BARE, whole // 4 + 100_000, margin=0).refuse_if_hopeless(model, BARE, sharding=sharding)
     offloaded = [dataclasses.replace(way, offload=True) for way in sharding]
@@ -289,7 +289,7 @@ def test_a_slower_link_makes_the_step_slower_and_changes_no_byte():
     ("options", "message"),
     {
         "an odd batch": ({"cards": 3}, "a batch of 16 samples cannot be divided evenly among 3 cards"),
-        "one card": ({"sharding": "fsdp"}, "describe several cards: give"),
+        "one card": ({"sharding": "fsdp"}, "sharding is for two or more cards, and the number of cards is 1"),
         "uneven machines": ({"cards": 16, "cards_per_node": 6}, "give 8 cards for each machine"),
         "an unknown way": ({"cards": 2, "sharding": "tp"}, "sharding 'tp' is unknown: choose from ddp"),
         "an unknown link": ({"cards": 2, "link": "nvlink-9"}, "link 'nvlink-9' is unknown: choose from nvlink-2"),

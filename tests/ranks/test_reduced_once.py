@@ -133,7 +133,7 @@ def test_a_budget_without_room_for_whole_gradients_needs_no_rehearsal():
     each, once = (shard("fsdp", reduces_once=once) for once in (False, True))
     card = profiles.bare()
     Budget.on(card, WHOLE_GRADIENTS, margin=0).refuse_if_hopeless(MODEL, card, sharding=(each,))
-    with pytest.raises(BudgetError, match="the parts of one card of parameters, gradients"):
+    with pytest.raises(BudgetError, match="one card's part of the parameters, gradients"):
         Budget.on(card, WHOLE_GRADIENTS, margin=0).refuse_if_hopeless(MODEL, card, sharding=(once,))
 
 

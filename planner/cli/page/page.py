@@ -22,6 +22,7 @@ from planner.plan_types.decision_base import cards_of
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
+from planner.plan_types.words import counted
 
 _ASSETS = importlib.resources.files("planner.cli.page") / "assets"
 _SCRIPTS = ("recording.js", "timeline.js", "treemap.js", "page.js")
@@ -102,7 +103,8 @@ def _lead(plan: Plan, recordings: PlanRecordings) -> str:
         text += " Both charts have the same scales."
     text += " Two steps were rehearsed. The first one creates the optimizer state, and later steps are like the second."
     if (cards := cards_of(plan.decisions)) > 1:
-        text += f" The charts show one of {cards} cards. Their time axis is that of computation, without communication."
+        text += f" The charts show one of {counted(cards, 'card')}."
+        text += " Their time axis is that of computation, without communication."
     shown = len(recordings.planned.graph.micro_batch_sizes) if recordings.planned else 1
     real = max((decision.micro_batch_count for decision in plan.decisions), default=1)
     if shown < real:

@@ -11,6 +11,7 @@ from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.decisions import Precision
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB, format_size
+from planner.plan_types.words import counted
 from planner.snapshot.explain.contents import Contents
 from planner.snapshot.explain.explanation import describe_group
 from planner.snapshot.explain.moment import Moment, new_memory_bytes
@@ -31,7 +32,7 @@ def causes(moment: Moment, history: History, plan: Plan | None) -> Iterator[str]
     if moment.failed:
         yield from _why_no_segment(moment, new_memory_bytes(moment.asked_bytes, history.settings))
     elif moment.retries:
-        number = "one request" if moment.retries == 1 else f"{moment.retries} requests"
+        number = counted(moment.retries, "request")
         yield f"{number} found the card full, and got memory after all unused segments were released, which takes time"
     for free in moment.free:
         if free.total_bytes >= LARGEST_SMALL_BYTES:
@@ -192,10 +193,10 @@ class Comparison:
             return
         ways = []
         if workload.seq_len and abs(tokens := scale * workload.seq_len) and abs(tokens - round(tokens)) < 0.2:
-            ways.append(f"samples of {round(tokens)} tokens instead of the {workload.seq_len} of the plan")
+            ways.append(f"samples of {counted(round(tokens), 'token')} instead of the {workload.seq_len} of the plan")
         samples = scale * workload.batch_size
         if abs(samples - round(samples)) < 0.05:
-            ways.append(f"{round(samples)} samples instead of the {workload.batch_size} of the plan")
+            ways.append(f"{counted(round(samples), 'sample')} instead of the {workload.batch_size} of the plan")
         precision = self._plan.decision(Precision)
         if precision is not None and abs(scale - 2) < 0.01:
             ways.append(f"float32 instead of the {precision.dtype} of the plan")

@@ -1,0 +1,132 @@
+"""What is refused or noted for several cards names the reason, and a way out that the reader has."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import pytest
+import torch
+
+from planner import adapted as adapting
+from planner import profiles
+from planner.cli.command import main
+from planner.errors import BudgetError, WorkloadError
+from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.plan import Plan, Shortfall
+from planner.profiles.links import foreign_link_note, link_of, with_links
+from planner.space.sharding import Cards, several_cards, shardings
+from planner.workload.budget import Budget
+from planner.workload.workload import workload
+from tests.ranks.test_rank_plans import batch, llama
+from tests.ranks.test_weights_in_4_bits import with_adapters
+
+MIB = 1 << 20
+SAVED = pathlib.Path(__file__).parents[1] / "fixtures/plans/former_kinds.json"
+TOGETHER = with_links(profiles.load("rtx-3090"), cards=4, communicators=1)
+
+
+def refusal(model: torch.nn.Module, total_bytes: int, *, card=TOGETHER, **sharding) -> str:
+    ways = shardings(model, Cards(count=4, **sharding)) if sharding else ()
+    with pytest.raises(BudgetError) as error:
+        Budget.on(card, total_bytes, margin=0).refuse_if_hopeless(model, card, sharding=ways)
+    return str(error.value)
+
+
+# ---- budgets ------------------------------------------------------------------------------------------------------
+
+
+def test_more_cards_are_not_advised_for_a_budget_below_the_context_and_nccl():
+    text = refusal(llama(1), TOGETHER.outside_bytes, way="fsdp")
+    assert "more cards would not help" in text and "or more cards" not in text
+    assert "NCCL's buffers for the link pcie 160.0 MiB (reported by others or assumed: profiles/links.toml)" in text
+    alone = refusal(llama(1), TOGETHER.context_bytes, card=profiles.load("rtx-3090"))
+    assert alone.endswith("the context exceeds the budget without a model") and "NCCL" not in alone
+
+
+def test_a_way_out_makes_the_model_smaller_on_each_card():
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024))
+    room = TOGETHER.outside_bytes + MIB
+    assert refusal(model, room, way="fsdp").endswith(", or more cards")
+    assert refusal(model, room, way="ddp").endswith(", or divide the parameters, too (--sharding fsdp)")
+    model.register_buffer("table", torch.zeros(MIB))  # each card has it
+    assert refusal(model, room, way="fsdp").endswith(", or a smaller model")
+    assert refusal(with_adapters(), TOGETHER.outside_bytes + 1024, way="ddp").endswith(", or a smaller model")
+
+
+# ---- links --------------------------------------------------------------------------------------------------------
+
+
+def test_a_note_says_that_a_card_is_not_known_to_have_the_link():
+    card = profiles.load("rtx-3090")
+    (note,) = foreign_link_note(with_links(card, cards=2, communicators=1, within="nvlink-4"))
+    assert note.startswith(f"{card.title} is not known to have NVLink 4") and "leave --link out" in note
+    for other in (card, profiles.load("h100")):
+        for link in ("pcie", link_of(other)):
+            assert not foreign_link_note(with_links(other, cards=2, communicators=1, within=link))
+    unknown = dataclasses.replace(card, name="of-mine")  # the user's own profile: its links are not known
+    assert not foreign_link_note(with_links(unknown, cards=2, communicators=1, within="nvlink-4"))
+    assert not foreign_link_note(card)
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prepared_by", ["", "accelerate"])
+def test_zero1_is_not_advised_to_accelerate(prepared_by):
+    with pytest.raises(WorkloadError, match="choose --sharding ddp") as error:
+        shardings(with_adapters(), Cards(count=2, way="fsdp", prepared_by=prepared_by))
+    assert ("zero1" in str(error.value)) == (not prepared_by)
+
+
+def test_a_number_of_cards_is_refused_with_the_same_words_in_python_and_on_the_command_line(capsys):
+    for value in (0, 65_537):
+        with pytest.raises(WorkloadError) as error:
+            several_cards(value)
+        assert main(["model", "--cards", str(value)]) == 2
+        words = str(error.value).replace(str(value), f"'{value}'", 1)
+        assert f"argument --cards: {words}" in capsys.readouterr().err
+    assert several_cards(65_536).count == 65_536
+    with pytest.raises(WorkloadError) as error:
+        several_cards(2, way="tp")
+    assert "--parallelize on the command line" in str(error.value)
+    assert main(["model", "--cards", "2", "--sharding", "tp"]) == 2
+    assert f"argument --sharding: {error.value}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_asks_for_8_bits_is_named_instead_of_a_technique(tmp_path, capsys):
+    llama(1).config.save_pretrained(tmp_path)
+    options = ["--batch-size", "4", "--seq-len", "8", "--vram", "1GiB", "--gpu", "bare", "--cards", "2"]
+    assert main([str(tmp_path), *options, "--optimizer", "adamw_8bit", "--sharding", "zero1"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "--optimizer adamw_8bit asks for 8bit-optimizer, but" in error and "(--sharding ddp divides neither)" in error
+    )
+    assert "forced" not in error
+
+
+# ---- relaxations --------------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_no_relaxation_where_they_are_allowed_and_no_search_is_repeated():
+    shortfall = Shortfall(missing_bytes=1, binding="parameters", binding_bytes=1, next_step=None)
+    plan = dataclasses.replace(Plan.load(SAVED), shortfall=shortfall, notes=())
+    asked = []
+
+    def planning(name, result):
+        return lambda *_, **__: (asked.append(name), result)[1]
+
+    found = adapting.plan_or_adapt(
+        workload(llama(1), batch(4)),
+        profiles.bare(),
+        vram_bytes=1 << 20,
+        constraints=parse_constraints(fidelity="adapted", force=(), forbid=()),
+        plan_step=planning("step", plan),
+        plan_fitting=planning("fitting", None),
+        plan_smallest=planning("smallest", plan),
+    )
+    assert asked == ["fitting"] * 3 + ["smallest"]
+    assert found.shortfall.relaxations == ()
+    assert len(found.notes) == 2
+    assert all("would not make a plan fit: not enough on its own" in note for note in found.notes)
