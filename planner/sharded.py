@@ -249,8 +249,8 @@ def _batch_norm_notes(model: torch.nn.Module) -> tuple[str, ...]:
         return ()
     return (
         f"'{norms[0]}' and other BatchNorm layers compute their statistics from the samples of one card, so that "
-        "training differs from that on one card: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them use "
-        "the samples of all cards",
+        "training differs from that on one card, and the running statistics differ from card to card: "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them use the samples of all cards",
     )
 
 

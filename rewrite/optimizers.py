@@ -99,9 +99,10 @@ def refuse_mixed_lists(model: torch.nn.Module, optimizers: Iterable[torch.optim.
             kind = type(optimizer).__name__
             raise DecisionError(
                 f"PyTorch's {kind} cannot update plain tensors and DTensors together, and '{names.get(id(plain))}' is "
-                f"a plain tensor, '{names.get(id(divided))}' a DTensor: give an optimizer that loops over parameters "
-                f"(optimizer=lambda parameters: {kind}(parameters, foreach=False)), or let your function turn all "
-                "parameters into DTensors, as fully_shard and SequenceParallel do"
+                f"a plain tensor, '{names.get(id(divided))}' a DTensor: let your function turn all parameters into "
+                "DTensors, as fully_shard and SequenceParallel do, or plan in Python with an optimizer that loops over "
+                f"parameters: planner.plan(..., optimizer=lambda parameters: torch.optim.{kind}(parameters, "
+                "foreach=False))"
             )
 
 

@@ -42,6 +42,8 @@ def main_of_rank(
         f'        raise SystemExit("start this file with: {launcher} " + __file__)',
         '    if arguments.resume is not None and not os.path.isfile(os.path.join(arguments.resume, ".metadata")):',
         '        raise SystemExit(f"{arguments.resume} has no checkpoint: give the folder of a --checkpoint")',
+        "    if arguments.checkpoint is not None:",
+        "        refuse_to_replace(arguments.checkpoint, arguments.resume)",
         f'    backend = "{"cpu:gloo,cuda:nccl" if on_host else "nccl"}" if arguments.device == "cuda" else "gloo"',
         "    torch.distributed.init_process_group(backend)",
         '    if arguments.device == "cuda":',

@@ -6,6 +6,9 @@ The state of the optimizer is saved by the names of parameters, so that another 
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -59,13 +62,27 @@ def refuse_other_model(model):
         )
 
 
+def refuse_to_replace(folder, resumed):
+    """Exit if a folder has the checkpoint of another training than the one that is resumed from a folder or None."""
+    if not os.path.isfile(os.path.join(folder, ".metadata")):
+        return
+    if resumed is None or not os.path.samefile(folder, resumed):
+        raise SystemExit(f"{folder} has a checkpoint already: give another folder, or continue it with --resume")
+
+
 def save_checkpoint(folder, model, optimizer, step, **others):
     """Save the training to a folder. All processes call this, and each writes its own part.
+
+    A tensor that each process has whole, such as a buffer, is saved by rank 0, also if other ranks have other values. A
+    checkpoint that is in the folder is replaced. If a process ends while it saves, neither of the two can be loaded.
 
     others: more objects with a state dict, such as scheduler=scheduler.
     """
     content = training_state(model, optimizer, step, others)
-    torch.distributed.checkpoint.save(content, checkpoint_id=folder)
+    planner = torch.distributed.checkpoint.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+        torch.distributed.checkpoint.save(content, checkpoint_id=folder, planner=planner)
 
 
 def load_checkpoint(folder, model, optimizer, **others):
@@ -110,3 +127,14 @@ def copy_settings(optimizer, other):
     """Copy the hyperparameters of an optimizer to another, such as the learning rate that a scheduler has set."""
     for group, settings in zip(other.param_groups, optimizer.param_groups, strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})
+
+
+CHECKPOINT_FUNCTIONS = (
+    refuse_to_replace,
+    save_checkpoint,
+    load_checkpoint,
+    training_state,
+    weights_in_4_bits,
+    copy_settings,
+)
+"""The functions that an emitted file needs to save and load checkpoints."""

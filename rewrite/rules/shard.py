@@ -38,15 +38,7 @@ from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, m
 from planner.rewrite.portable.loss_and_clipping import clip_divided_gradients, weighted
 from planner.rewrite.portable.loss_terms import as_tensor, share_of_part, share_of_rank
 from planner.rewrite.portable.placement import placement_on
-from planner.rewrite.portable.rank_states import (
-    copy_settings,
-    load_checkpoint,
-    receive_from_rank_0,
-    refuse_other_model,
-    save_checkpoint,
-    training_state,
-    weights_in_4_bits,
-)
+from planner.rewrite.portable.rank_states import CHECKPOINT_FUNCTIONS, receive_from_rank_0, refuse_other_model
 from planner.rewrite.portable.recompute_check import attributes_of
 from planner.rewrite.rewriting import Change, Rewriting
 
@@ -265,13 +257,14 @@ def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
     receives = decision.way == "fsdp" and not decision.offload  # set_model_state_dict needs all tensors on one device
     if receives:
         functions += [receive_from_rank_0, refuse_other_model, attributes_of]
-    functions += _CHECKPOINT
+    functions += CHECKPOINT_FUNCTIONS
     imported = ["StateDictOptions", "get_state_dict", *(["set_model_state_dict"] if receives else []), "set_state_dict"]
     named = ", not_by_sample=NOT_BY_SAMPLE" if plan.workload.not_by_sample else ""
     common = dataclasses.replace(
         terms,
         imports=(
             *terms.imports,
+            "import warnings",
             "import torch.distributed.checkpoint",
             f"from torch.distributed.checkpoint.state_dict import {', '.join(imported)}",
         ),
@@ -359,11 +352,12 @@ def _own_source(plan: Plan, decision: Shard) -> EmittedCode:
         imports=(
             *code.imports,
             *(["import importlib.util", "import pathlib", "import sys"] if is_file else ["import importlib"]),
+            "import warnings",
             "import torch.distributed.checkpoint",
             state,
             "from torch.distributed.device_mesh import init_device_mesh",
         ),
-        functions=(*code.functions, *map(inspect.getsource, [*functions, *_CHECKPOINT])),
+        functions=(*code.functions, *map(inspect.getsource, [*functions, *CHECKPOINT_FUNCTIONS])),
         rewriting=(
             f"mesh = init_device_mesh(device, {literal(decision.mesh)}, "
             f"mesh_dim_names={literal(decision.dimensions)})\n",
@@ -393,7 +387,6 @@ def _part_of_batch(decision: Shard) -> str:
     return text or "0"
 
 
-_CHECKPOINT: list[Callable] = [save_checkpoint, load_checkpoint, training_state, weights_in_4_bits, copy_settings]
 _UNITS = "# FSDP2 gathers the parameters of each of these modules together. All other parameters form one more unit."
 _TAIL = "# The parameters of these modules together are one more unit, which stays gathered until backward."
 _SHARD_TAIL = "fully_shard([model.get_submodule(name) for name in TAIL], reshard_after_forward=False, **options)\n"

@@ -184,11 +184,12 @@ def only_structure(file) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_that_rank_0_sends_train_as_weights_that_each_process_loads(kind, mesh, tmp_path):
     path, cards = emitted_for_config(tmp_path, kind, mesh), 2 * len(mesh)
-    for source in ([], ["--weights", tmp_path / "weights"]):
-        sent = run_main(path, cards, *source, "--checkpoint", tmp_path / "sent", change=only_structure)
-        loaded = run_main(path, cards, *source, "--checkpoint", tmp_path / "loaded", change=in_each_process)
+    for number, source in enumerate(([], ["--weights", tmp_path / "weights"])):
+        folders = [tmp_path / f"{name}_{number}" for name in ("sent", "loaded")]
+        sent = run_main(path, cards, *source, "--checkpoint", folders[0], change=only_structure)
+        loaded = run_main(path, cards, *source, "--checkpoint", folders[1], change=in_each_process)
         assert sent == loaded
-        assert_same_bits(tmp_path / "sent", tmp_path / "loaded")
+        assert_same_bits(*folders)
 
 
 def test_a_model_of_the_users_own_is_built_on_rank_0_if_asked_for(tmp_path):
