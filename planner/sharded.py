@@ -226,7 +226,7 @@ def _divided(
     notes = (
         *workload.notes,
         *_batch_norm_notes(workload.model),
-        *_experts_notes(workload.model),
+        *_experts_notes(workload.model, cards),
         *_loss_notes(workload),
     )
     divided = tuple(
@@ -254,14 +254,24 @@ def _batch_norm_notes(model: torch.nn.Module) -> tuple[str, ...]:
     )
 
 
-def _experts_notes(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return a note if the model's loss balances its experts over the tokens of one card."""
+def _experts_notes(model: torch.nn.Module, cards: Cards) -> tuple[str, ...]:
+    """Return a note if the model's loss balances its experts over the tokens of one card.
+
+    transformers' `Trainer` multiplies the loss by the number of cards, because the model has divided the loss of the
+    labels by the number of labels of all cards. The model does not divide the other term.
+    """
     if not balances_experts(model):
         return ()
-    return (
+    note = (
         "each card balances the experts over its own tokens (output_router_logits), so that training differs from that "
-        "on one card: the loss of the labels is the same, the term that balances the experts is not",
+        "on one card: the loss of the labels is the same, the term that balances the experts is not"
     )
+    if cards.prepared_by:
+        note += (
+            f". transformers' Trainer counts this term {cards.parts} times, once for each card: divide "
+            "router_aux_loss_coef by that number to train with the same weight"
+        )
+    return (note,)
 
 
 def _loss_notes(workload: Workload) -> tuple[str, ...]:
