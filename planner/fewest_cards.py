@@ -124,8 +124,11 @@ def plan_fewest_cards(
             if not left:
                 break
     if chosen is None:
-        together = dataclasses.replace(cards, count=counts[-1])
-        chosen = plan_sharded(workload, card, together, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        options: dict[str, Any] = {"vram_bytes": vram_bytes, "constraints": constraints, "watch": watch}
+        if counts[-1] == 1:
+            chosen = pipeline.plan_workload(workload, card, **options)
+        else:
+            chosen = plan_sharded(workload, card, dataclasses.replace(cards, count=counts[-1]), **options)
         more = 2 * counts[-1]
         why = (
             f"a batch of {counted(samples, 'sample')} cannot be divided evenly among them; give a batch that can"

@@ -13,6 +13,8 @@ _KEPT = "tests/ranks/test_kept_units.py"
 _NCCL = "tests/ranks/test_nccl_memory.py"
 _KINDS, _4_BITS = "tests/ranks/test_propagation_by_kind.py", "tests/ranks/test_weights_in_4_bits.py"
 _OWN = "tests/ranks/test_own_parallelism_plans.py"
+_FEWER, _REFUSALS = "tests/ranks/test_fewer_cards.py", "tests/ranks/test_rank_refusals.py"
+_FOLDERS, _PLANS = "tests/ranks/test_checkpoint_folders.py", "tests/ranks/test_rank_plans.py"
 _UNITS, _ACCELERATE = "tests/ranks/test_accelerate_units.py", "tests/ranks/test_accelerate_truth.py"
 
 FAULTS = [
@@ -303,5 +305,109 @@ FAULTS = [
         new="False:",
         tests=("tests/ranks/test_rank_plans.py::test_weights_of_fewer_experts_than_cards_are_divided_without_padding",),
         why="a layer of 8 experts on 64 cards takes eight times its memory when it is gathered",
+    ),
+    Fault(
+        name="cards-resume-nothing",
+        path="rewrite/emitter/main_of_rank.py",
+        old="arguments.resume is not None and not os.path",
+        new="arguments.resume is None and not os.path",
+        tests=(f"{_FOLDERS}::test_a_checkpoint_is_replaced_only_by_the_training_that_continues_it",),
+        why="a folder without a checkpoint is found after the model was built, by an error of PyTorch in each process",
+    ),
+    Fault(
+        name="cards-replace-a-checkpoint",
+        path="rewrite/portable/rank_states.py",
+        old="if resumed is None or not",
+        new="if resumed is not None and not",
+        tests=(f"{_FOLDERS}::test_a_checkpoint_is_replaced_only_by_the_training_that_continues_it",),
+        why="a command that is started twice replaces the result of the first training",
+    ),
+    Fault(
+        name="cards-save-statistics-of-several-ranks",
+        path="rewrite/portable/rank_states.py",
+        old="dedup_save_to_lowest_rank=True",
+        new="dedup_save_to_lowest_rank=False",
+        tests=(f"{_FOLDERS}::test_each_rank_has_running_statistics_and_those_of_rank_0_are_saved_and_loaded",),
+        why="a checkpoint has the mean of a BatchNorm layer from one rank and its variance from another",
+    ),
+    Fault(
+        name="cards-that-do-not-divide-the-batch",
+        path="planner/sharded.py",
+        old="    if workload.batch_size % cards.parts:\n",
+        new="    if workload.batch_size < cards.parts:\n",
+        tests=(f"{_PLANS}::test_what_cannot_be_planned_is_refused_by_name",),
+        why="a plan leaves samples out that do not divide evenly among the cards",
+    ),
+    Fault(
+        name="cards-fewest-that-do-not-divide-the-batch",
+        path="planner/fewest_cards.py",
+        old="if not samples % count]",
+        new="if count <= samples]",
+        tests=(f"{_FEWER}::test_only_powers_of_two_that_divide_the_batch_are_tried",),
+        why="numbers of cards are planned with another batch than the user's",
+    ),
+    Fault(
+        name="cards-fewest-of-all-numbers",
+        path="planner/fewest_cards.py",
+        old="(2**n for n in range(_POWERS))",
+        new="range(1, _POWERS)",
+        tests=(f"{_FEWER}::test_only_powers_of_two_that_divide_the_batch_are_tried",),
+        why="no number above ten is tried, and planning takes longer",
+    ),
+    Fault(
+        name="cards-without-the-link",
+        path="planner/cli/report.py",
+        old="machines = -(-cards // plan.cards_per_node)",
+        new="machines = cards // plan.cards_per_node",
+        tests=(f"{_REFUSALS}::test_the_report_names_the_links",),
+        why="the report leaves the network out that the step time counts",
+    ),
+    Fault(
+        name="cards-with-a-foreign-link",
+        path="profiles/links.py",
+        old="in (_PCIE, link_of(card)):",
+        new="in (*_table(), link_of(card)):",
+        tests=(f"{_REFUSALS}::test_a_note_says_that_a_card_is_not_known_to_have_the_link",),
+        why="a step time is predicted for a link that the card cannot have, without a word",
+    ),
+    Fault(
+        name="cards-divide-adapters-on-4-bits",
+        path="planner/fewest_cards.py",
+        old="if not (one.is_quantized and asks_for_divided_parameters(cards))]",
+        new="if one.is_quantized or not asks_for_divided_parameters(cards)]",
+        tests=(f"{_FEWER}::test_adapters_on_4_bit_weights_are_tried_where_parameters_stay_whole",),
+        why="adapters on weights in full precision are not tried where parameters are divided",
+    ),
+    Fault(
+        name="cards-give-one-reason",
+        path="planner/sharded.py",
+        old="if isinstance(last, TimeLimitError) or len(",
+        new="if isinstance(last, StepError) or len(",
+        tests=(f"{_PLANS}::test_parameters_that_the_loss_does_not_use_are_refused_with_a_way_out",),
+        why="of the reasons why no way to divide a model can be planned, the user reads only the last",
+    ),
+    Fault(
+        name="cards-name-no-unused-parameter",
+        path="planner/recording/hook_errors.py",
+        old="if parameter.requires_grad]",
+        new="if not parameter.requires_grad]",
+        tests=(f"{_PLANS}::test_parameters_that_the_loss_does_not_use_are_refused_with_a_way_out",),
+        why="the error does not say which parameters to freeze",
+    ),
+    Fault(
+        name="cards-advise-more-cards-for-the-context",
+        path="planner/workload/budget.py",
+        old="        if card.outside_bytes >= self.usable_bytes:\n",
+        new="        if False:\n",
+        tests=(f"{_REFUSALS}::test_more_cards_are_not_advised_for_a_budget_below_the_context_and_nccl",),
+        why="a user buys cards that do not help",
+    ),
+    Fault(
+        name="cards-search-again-for-adapters",
+        path="planner/adapted.py",
+        old="        plan_step = plan_smallest  #",
+        new="        pass  #",
+        tests=(f"{_REFUSALS}::test_adapters_are_no_relaxation_where_they_are_allowed_and_no_search_is_repeated",),
+        why="all ways to divide the model are searched a second time",
     ),
 ]

@@ -10,6 +10,7 @@ continue after an error of a recomputed module (in a hook for saved tensors) or 
 from __future__ import annotations
 
 import functools
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,7 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
             )
     if "Expected to have finished reduction" in message:  # the advice of PyTorch follows in lines of their own
         message = "DistributedDataParallel waits for the gradient of a parameter that the loss does not use"
+        message += _names_of_unused(str(error), model)
         way_out = "set requires_grad_(False) for the parameters that are not used, or shard the model (fsdp)"
     if "same device" in message:
         way_out = _ON_HOST
@@ -144,6 +146,25 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
         for part, advice in _WAYS_OUT.items():
             way_out = advice if part in frame.f_code.co_filename else way_out
     return f"{what}: {type(error).__name__}: {message} ({where}): {way_out}"
+
+
+_MOST_UNUSED_NAMED = 3
+"""Maximum number of parameters that a message names."""
+
+
+def _names_of_unused(message: str, model: torch.nn.Module) -> str:
+    """Returns the names of the parameters that DistributedDataParallel counts as unused, after a colon.
+
+    Its message has their numbers among the trained parameters of the model.
+    """
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    unused = [trained[number] for number in map(int, numbers[1].split()) if number < len(trained)] if numbers else []
+    if not unused:
+        return ""
+    more = f" and {len(unused) - _MOST_UNUSED_NAMED} more" if len(unused) > _MOST_UNUSED_NAMED else ""
+    named = "', '".join(unused[:_MOST_UNUSED_NAMED])
+    return f": '{named}'{more}"
 
 
 _ON_HOST = (

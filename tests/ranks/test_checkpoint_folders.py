@@ -11,54 +11,7 @@ import torch
 from planner.plan_types.decisions import Shard
 from planner.rewrite import emit
 from tests.ranks.test_rank_emitted_main import content, run_main
-from tests.rewrite.emitter.test_emitted_fixtures import FOLDER
 from tests.support.training import imported, plan_for
-
-
-class Started(Exception):
-    """The process group would be started."""
-
-
-def main_refuses(monkeypatch, *arguments: object) -> str | None:
-    """Returns the refusal of the `main` of an emitted file; None if it starts the process group."""
-
-    def start(backend: str) -> None:
-        raise Started
-
-    file = imported(FOLDER / "sharded_on_host.py")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("sys.argv", ["train_step.py", "--device", "cpu", *map(str, arguments)])
-    monkeypatch.setattr(torch.distributed, "init_process_group", start)
-    with pytest.raises((SystemExit, Started)) as ended:
-        file.main()
-    return None if ended.type is Started else str(ended.value)
-
-
-def test_a_checkpoint_is_replaced_only_by_the_training_that_continues_it(monkeypatch, tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert main_refuses(monkeypatch, "--checkpoint", first) is None
-    for folder in (first, second):
-        folder.mkdir()
-        (folder / ".metadata").touch()
-    refusal = f"{first} has a checkpoint already: give another folder, or continue it with --resume"
-    assert main_refuses(monkeypatch, "--checkpoint", first) == refusal
-    assert main_refuses(monkeypatch, "--checkpoint", first, "--resume", second) == refusal
-    assert main_refuses(monkeypatch, "--checkpoint", f"{second}/../first/", "--resume", first) is None
-    assert main_refuses(monkeypatch, "--checkpoint", tmp_path / "third", "--resume", first) is None
-    assert main_refuses(monkeypatch, "--resume", tmp_path).endswith(
-        "has no checkpoint: give the folder of a --checkpoint"
-    )
-
-
-def test_a_checkpoint_is_replaced_without_a_warning(tmp_path):
-    file, model = imported(FOLDER / "sharded_on_host.py"), torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Detected an existing checkpoint")
-        for step in (1, 2):
-            file.save_checkpoint(tmp_path, model, optimizer, step)
-    assert file.load_checkpoint(tmp_path, model, optimizer) == 2
-
 
 NORMALIZED = """\
 import torch
@@ -74,13 +27,64 @@ def build():
 """
 
 
+class Started(Exception):
+    """The process group would be started."""
+
+
+def emitted_file(folder: pathlib.Path, way: str) -> pathlib.Path:
+    """Writes a model with normalized layers, and the emitted file that trains it on two cards."""
+    (folder / "net.py").write_text(NORMALIZED)
+    model, batch, loss_fn = imported(folder / "net.py").build()
+    shard = Shard(way=way, mesh=(2,))
+    emit(plan_for(model, batch, shard, loss_fn=loss_fn, reference=f"{folder / 'net.py'}:build"), folder / "train.py")
+    return folder / "train.py"
+
+
+def main_refuses(monkeypatch, path: pathlib.Path, *arguments: object) -> str | None:
+    """Returns the refusal of the `main` of an emitted file; None if it starts the process group."""
+
+    def start(backend: str) -> None:
+        raise Started
+
+    file = imported(path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("sys.argv", ["train_step.py", "--device", "cpu", *map(str, arguments)])
+    monkeypatch.setattr(torch.distributed, "init_process_group", start)
+    with pytest.raises((SystemExit, Started)) as ended:
+        file.main()
+    return None if ended.type is Started else str(ended.value)
+
+
+def test_a_checkpoint_is_replaced_only_by_the_training_that_continues_it(monkeypatch, tmp_path):
+    path, first, second = emitted_file(tmp_path, "ddp"), tmp_path / "first", tmp_path / "second"
+    assert main_refuses(monkeypatch, path, "--checkpoint", first) is None
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / ".metadata").touch()
+    refusal = f"{first} has a checkpoint already: give another folder, or continue it with --resume"
+    assert main_refuses(monkeypatch, path, "--checkpoint", first) == refusal
+    assert main_refuses(monkeypatch, path, "--checkpoint", first, "--resume", second) == refusal
+    assert main_refuses(monkeypatch, path, "--checkpoint", f"{second}/../first/", "--resume", first) is None
+    assert main_refuses(monkeypatch, path, "--checkpoint", tmp_path / "third", "--resume", first) is None
+    assert main_refuses(monkeypatch, path, "--resume", tmp_path).endswith(
+        "has no checkpoint: give the folder of a --checkpoint"
+    )
+
+
+def test_a_checkpoint_is_replaced_without_a_warning(tmp_path):
+    file, model = imported(emitted_file(tmp_path, "ddp")), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Detected an existing checkpoint")
+        for step in (1, 2):
+            file.save_checkpoint(tmp_path / "run", model, optimizer, step)
+    assert file.load_checkpoint(tmp_path / "run", model, optimizer) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_each_rank_has_running_statistics_and_those_of_rank_0_are_saved_and_loaded(way, tmp_path):
-    (tmp_path / "net.py").write_text(NORMALIZED)
-    model, batch, loss_fn = imported(tmp_path / "net.py").build()
-    plan = plan_for(model, batch, Shard(way=way, mesh=(2,)), loss_fn=loss_fn, reference=f"{tmp_path / 'net.py'}:build")
-    emit(plan, tmp_path / "train.py")
+    path = emitted_file(tmp_path, way)
 
     def keep_buffers(file) -> None:
         """Writes the buffers of each rank before they are saved and after they are loaded."""
@@ -104,12 +108,12 @@ def test_each_rank_has_running_statistics_and_those_of_rank_0_are_saved_and_load
     def of_rank(name: str, rank: int) -> dict[str, torch.Tensor]:
         return torch.load(pathlib.Path(tmp_path / f"{name}_{rank}.pt"))
 
-    run_main(tmp_path / "train.py", 2, "--steps", 2, "--checkpoint", tmp_path / "run", change=keep_buffers)
+    run_main(path, 2, "--steps", 2, "--checkpoint", tmp_path / "run", change=keep_buffers)
     first, second = of_rank("saved", 0), of_rank("saved", 1)
     statistics = [path for path in first if "running" in path]
     assert len(statistics) == 6 and not any(torch.equal(first[path], second[path]) for path in statistics)
     saved = content(tmp_path / "run")
     assert all(torch.equal(saved[path], first[path]) for path in statistics)
-    run_main(tmp_path / "train.py", 2, "--steps", 0, "--resume", tmp_path / "run", change=keep_buffers)
+    run_main(path, 2, "--steps", 0, "--resume", tmp_path / "run", change=keep_buffers)
     for rank in (0, 1):
         assert all(torch.equal(of_rank("loaded", rank)[path], first[path]) for path in statistics)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 import re
 
 import pytest
 
 import planner
 from planner import fewest_cards, profiles
+from planner.errors import WorkloadError
 from planner.fewest_cards import _Changes
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decision_base import cards_of
+from planner.plan_types.plan import Plan
 from planner.progress import Watch
 from planner.space.sharding import several_cards
 from planner.workload.workload import workload
 from tests.ranks.test_rank_plans import batch, llama
+
+SAVED = pathlib.Path(__file__).parents[1] / "fixtures/plans/former_kinds.json"
 
 
 def tried(monkeypatch, count: int, *, forbid: tuple[str, ...] = (), **cards) -> list[tuple[str | None, bool, bool]]:
@@ -42,6 +48,47 @@ def test_the_changes_are_those_that_the_number_of_cards_and_the_options_leave(mo
     assert tried(monkeypatch, 4, way="zero1") == [("fsdp", False, False), on_host, in_4_bits, in_4_bits]
     assert tried(monkeypatch, 4, prepared_by="accelerate") == [(None, False, True), ("ddp", False, True)]
     assert tried(monkeypatch, 1) == [(None, False, True)] * 2  # adapters on weights in full precision, and in 4 bits
+
+
+@pytest.mark.parametrize(
+    ("samples", "way", "counts"),
+    [(12, None, [1, 2, 4]), (12, "fsdp", [2, 4]), (3, None, [1]), (8, "ddp", [2, 4, 8])],
+)
+def test_only_powers_of_two_that_divide_the_batch_are_tried(samples, way, counts, monkeypatch):
+    asked = []
+
+    def plan_on(number, *arguments, **options):
+        asked.append(number)
+
+    monkeypatch.setattr(fewest_cards, "_plan_on", plan_on)
+    smallest = dataclasses.replace(Plan.load(SAVED), notes=())
+    for module, function in ((fewest_cards, "plan_sharded"), (fewest_cards.pipeline, "plan_workload")):
+        monkeypatch.setattr(module, function, lambda *arguments, **options: smallest)
+    plan = fewest_cards.plan_fewest_cards(
+        workload(llama(1), batch(samples)), profiles.bare(), several_cards("fewest", way=way),
+        vram_bytes=1 << 30, constraints=parse_constraints(fidelity="exact", force=(), forbid=()),
+    )  # fmt: skip
+    assert asked == counts
+    assert [note for note in plan.notes if "no plan fits" in note] == [
+        f"{count} card{'s' if count > 1 else ''}: no plan fits" for count in counts
+    ]
+    with pytest.raises(WorkloadError, match="a batch of 1 sample cannot be divided evenly among 2 cards"):
+        fewest_cards.plan_fewest_cards(
+            workload(llama(1), batch(1)), profiles.bare(), several_cards("fewest", way="fsdp"),
+            vram_bytes=1 << 30, constraints=parse_constraints(fidelity="exact", force=(), forbid=()),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cards", "in_4_bits"), [({}, True), ({"way": "ddp"}, True), ({"way": "fsdp"}, False), ({"offload": True}, False)]
+)
+def test_adapters_on_4_bit_weights_are_tried_where_parameters_stay_whole(cards, in_4_bits, monkeypatch):
+    monkeypatch.setattr(fewest_cards, "plan_or_adapt", lambda *arguments, adapters, **options: adapters)
+    adapters = fewest_cards.plan_on_cards(
+        workload(llama(1), batch(4)), profiles.bare(), several_cards(2, **cards),
+        vram_bytes=1 << 30, constraints=parse_constraints(fidelity="adapted", force=(), forbid=()),
+    )  # fmt: skip
+    assert [adapter.is_quantized for adapter in adapters] == [False, *([True] if in_4_bits else [])]
 
 
 @pytest.mark.slow

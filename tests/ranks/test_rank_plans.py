@@ -318,7 +318,7 @@ class WithIdleParts(torch.nn.Module):
     [
         (
             {"sharding": "ddp"},
-            ["waits for the gradient of a parameter that the loss does not use", "requires_grad_(False)"],
+            ["a parameter that the loss does not use: 'idle.weight', 'idle.bias' (in", "requires_grad_(False)"],
         ),
         ({}, ["no way to divide the model can be planned", "that the loss does not use", "FSDP2 cannot shard"]),
     ],

@@ -11,8 +11,10 @@ import torch
 from planner import adapted as adapting
 from planner import profiles
 from planner.cli.command import main
+from planner.cli.report import headline
 from planner.errors import BudgetError, WorkloadError
 from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.decisions import Shard
 from planner.plan_types.plan import Plan, Shortfall
 from planner.profiles.links import foreign_link_note, link_of, with_links
 from planner.space.sharding import Cards, several_cards, shardings
@@ -67,6 +69,21 @@ def test_a_note_says_that_a_card_is_not_known_to_have_the_link():
     unknown = dataclasses.replace(card, name="of-mine")  # the user's own profile: its links are not known
     assert not foreign_link_note(with_links(unknown, cards=2, communicators=1, within="nvlink-4"))
     assert not foreign_link_note(card)
+
+
+@pytest.mark.parametrize(
+    ("cards", "per_node", "line"),
+    [
+        (4, 8, "link between cards: nvlink-4 (name yours with --link and --cards-per-node)"),
+        (16, 8, "link between cards: nvlink-4 in each of 2 machines with 8 cards, and a network between them (name"),
+        (3, 1, "link between cards: nvlink-4 in each of 3 machines with 1 card, and a network between them (name"),
+    ],
+)
+def test_the_report_names_the_links(cards, per_node, line):
+    shard = Shard(way="ddp", mesh=(cards,))
+    plan = dataclasses.replace(Plan.load(SAVED), decisions=(shard,), link="nvlink-4", cards_per_node=per_node)
+    assert f"\n{line}" in headline(plan).plain
+    assert "link" not in headline(dataclasses.replace(plan, link=None)).plain
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
