@@ -172,7 +172,8 @@ _NOT_FOR_CARDS = {
     "verify": "it trains on one card; leave it out, and start the file that --emit writes with torchrun",
     "loop": "only trainer and accelerate have settings for several cards; for other loops, leave it out: --emit writes "
     "a training step that torchrun starts",
-    "gradients_alive": "the plan contains the accumulation; leave it out",
+    "gradients_alive": "the plan says how each card accumulates; leave it out, and give the samples of one optimizer "
+    "step with --batch-size",
 }
 """Options that cannot be combined with several cards, each with the reason."""
 _STAND_INS = ("generic", "unlisted")

@@ -247,10 +247,7 @@ class Shard(Decision):
         if other.steps_in_backward:
             return "step-in-backward uses each gradient before those of the other cards are added to it"
         if other.eight_bit_state and self.way != "ddp":
-            return (
-                "it cannot be planned where parameters or optimizer state are divided among cards "
-                "(--sharding ddp divides neither)"
-            )
+            return "it cannot be planned with divided parameters or optimizer state (--sharding ddp divides neither)"
         if self.way == "own" and other.needs_plain_tensors:
             return f"{other.kind} does not take the DTensors into which your function may turn parameters"
         return None
@@ -380,10 +377,8 @@ class Accumulation(Decision):
     def __post_init__(self) -> None:
         whole = type(self.micro_batch_size) is int and type(self.micro_batches) is int
         if not whole or self.micro_batch_size < 1 or self.micro_batches < 2:
-            raise DecisionError(
-                f"accumulation over {self.micro_batches} micro-batches of {counted(self.micro_batch_size, 'sample')}: "
-                "needs at least 2 micro-batches of at least 1 sample"
-            )
+            given = f"{self.micro_batches} micro-batches of {counted(self.micro_batch_size, 'sample')}"
+            raise DecisionError(f"accumulation over {given}: needs at least 2 micro-batches of at least 1 sample")
 
     @property
     def micro_batch_count(self) -> int:

@@ -28,3 +28,9 @@ def test_the_public_functions_have_these_types():
             "Techniques",
             "Techniques | None",
         ]
+
+
+def test_a_number_has_its_noun_in_the_singular_or_the_plural():
+    assert [words.counted(number, "card") for number in (0, 1, 2048)] == ["0 cards", "1 card", "2048 cards"]
+    assert words.counted(2048, "step", with_commas=True) == "2,048 steps"
+    assert typing.get_args(words.Sharding) == words.SHARDINGS
