@@ -12,6 +12,8 @@ import planner
 from planner.plan_types.decisions import Shard
 from planner.rewrite import source
 from planner.rewrite.loss_terms import loss_terms_of
+from planner.sharded import _experts_notes
+from planner.space.sharding import Cards
 from planner.workload.call_convention import Calling
 from planner.workload.model_loss import own_loss
 from tests.support.training import plan_for
@@ -71,3 +73,10 @@ def test_a_plan_for_several_cards_says_what_differs_from_one_card():
     batch = {"input_ids": torch.zeros(4, 4, dtype=torch.long), "labels": torch.zeros(4, 4, dtype=torch.long)}
     plan = planner.plan(mixtral(balances=True), batch, cards=2, sharding="ddp", gpu="bare", vram=None)
     assert any("balances the experts over its own tokens" in note for note in plan.notes)
+
+
+def test_a_plan_for_the_trainer_says_how_many_times_it_counts_the_balance():
+    for prepared_by, is_named in (("", False), ("accelerate", True)):
+        (note,) = _experts_notes(mixtral(balances=True), Cards(count=4, prepared_by=prepared_by))
+        assert ("transformers' Trainer counts this term 4 times" in note) is is_named
+    assert _experts_notes(mixtral(balances=False), Cards(count=4, prepared_by="accelerate")) == ()
