@@ -56,13 +56,11 @@ def plan_sharded(
         BudgetError: parameters and gradients alone exceed the budget.
     """
     began = time.perf_counter()
-    plan = None
-    if vram_bytes is not None:
-        plan = sharded_plan_that_fits(
-            workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch
-        )
-    if plan is None:
-        plan = smallest_sharded_plan(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    if vram_bytes is None:
+        return smallest_sharded_plan(workload, card, cards, vram_bytes=None, constraints=constraints, watch=watch)
+    fitting, nearest = _search_ways(workload, card, cards, vram_bytes, constraints, watch, or_smallest=True)
+    plan = fitting or nearest
+    assert plan is not None
     return dataclasses.replace(plan, seconds=time.perf_counter() - began)
 
 
@@ -80,11 +78,17 @@ def smallest_sharded_plan(
     linked = _with_links(card, cards, last)
     if vram_bytes is None:
         return pipeline.plan_workload(last, linked, vram_bytes=None, constraints=constraints, watch=watch)
+    plan = _smallest_if_none_fits(last, linked, vram_bytes, constraints, watch)
+    return _with_notes(plan, [(other, None) for other in others], [])
+
+
+def _smallest_if_none_fits(
+    work: Workload, linked: DeviceProfile, vram_bytes: int, constraints: Constraints, watch: Watch | None
+) -> Plan:
+    """Return the plan that fits, or else the smallest one. Raises `BudgetError` if the budget is hopeless."""
     budget = Budget.on(linked, vram_bytes, margin=constraints.margin)
-    budget.refuse_if_hopeless(last.model, linked, sharding=last.sharding)
-    plan = pipeline.plan_workload(last, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
-    notes = [f"not chosen: {describe_sharding(other.sharding)}: no plan fits" for other in others]
-    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    budget.refuse_if_hopeless(work.model, linked, sharding=work.sharding)
+    return pipeline.plan_workload(work, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
 
 
 def sharded_plan_that_fits(
@@ -101,16 +105,41 @@ def sharded_plan_that_fits(
     Raises:
         PlannerError: the step cannot be planned in any of the ways to divide it.
     """
+    return _search_ways(workload, card, cards, vram_bytes, constraints, watch, or_smallest=False)[0]
+
+
+def _search_ways(
+    workload: Workload,
+    card: DeviceProfile,
+    cards: Cards,
+    vram_bytes: int,
+    constraints: Constraints,
+    watch: Watch | None,
+    *,
+    or_smallest: bool,
+) -> tuple[Plan | None, Plan | None]:
+    """Return the fastest plan of all ways to divide the model, and the smallest plan of the way that divides the most.
+
+    The first is None if no plan fits. The second is None unless no plan fits and it is asked for with `or_smallest`.
+
+    Raises:
+        BudgetError: as for `plan_sharded`, with `or_smallest`.
+        PlannerError: the step cannot be planned in any of the ways to divide it.
+    """
     found: list[tuple[Workload, Plan | None]] = []
     failed: list[tuple[Workload, StepError | TimeLimitError]] = []
-    ways, once = collections.deque(_divided(workload, card, cards, watch=watch)), None
+    ways, once, nearest = collections.deque(_divided(workload, card, cards, watch=watch)), None, None
     while ways:
         work = ways.popleft()
         if any(_takes_all_without_more(plan, other, work) for other, plan in found):
             continue
         try:
             linked = _with_links(card, cards, work)
-            plan = plan_that_fits(work, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+            if or_smallest and not ways and not any(plan for _, plan in found):
+                nearest = _smallest_if_none_fits(work, linked, vram_bytes, constraints, watch)
+                plan = nearest if nearest.shortfall is None else None
+            else:
+                plan = plan_that_fits(work, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         except (StepError, TimeLimitError) as error:
             failed.append((work, error))
             continue
@@ -120,16 +149,22 @@ def sharded_plan_that_fits(
         once = _reducing_once(work, plan)
         if once is not None:
             ways.appendleft(once)
-    if not found:
+    if not found or (or_smallest and nearest is None and not any(plan for _, plan in found)):
         raise _error_of(failed)
     chosen = _fastest([plan for _, plan in found if plan is not None])
-    if chosen is None:
-        return None
-    notes = [
-        f"not chosen: {describe_sharding(work.sharding)}: {comparison(plan, chosen)}"
-        for work, plan in found
-        if plan is not chosen
-    ] + [f"left out: {describe_sharding(work.sharding)}: {error}" for work, error in failed]
+    if chosen is not None:
+        return _with_notes(chosen, [(work, plan) for work, plan in found if plan is not chosen], failed), None
+    return None, nearest and _with_notes(nearest, found[:-1], failed)
+
+
+def _with_notes(
+    chosen: Plan,
+    others: Sequence[tuple[Workload, Plan | None]],
+    failed: Sequence[tuple[Workload, StepError | TimeLimitError]],
+) -> Plan:
+    """Return the plan with a note on each other way to divide the model."""
+    notes = [f"not chosen: {describe_sharding(work.sharding)}: {comparison(plan, chosen)}" for work, plan in others]
+    notes += [f"left out: {describe_sharding(work.sharding)}: {error}" for work, error in failed]
     return dataclasses.replace(chosen, notes=(*chosen.notes, *notes))
 
 

@@ -8,8 +8,9 @@ import pathlib
 import pytest
 import torch
 
+import planner
 from planner import adapted as adapting
-from planner import profiles
+from planner import pipeline, profiles
 from planner.cli.command import main
 from planner.cli.report import headline
 from planner.errors import BudgetError, WorkloadError
@@ -147,3 +148,24 @@ def test_adapters_are_no_relaxation_where_they_are_allowed_and_no_search_is_repe
     assert found.shortfall.relaxations == ()
     assert len(found.notes) == 2
     assert all("would not make a plan fit: not enough on its own" in note for note in found.notes)
+
+
+@pytest.mark.slow
+def test_each_way_is_searched_once_if_no_plan_fits(monkeypatch):
+    searched: list[str] = []
+    open_session = pipeline.open_session
+
+    def noted(work, *arguments):
+        searched.extend(shard.way for shard in work.sharding)
+        return open_session(work, *arguments)
+
+    monkeypatch.setattr(pipeline, "open_session", noted)
+    options = {"gpu": "a100-80gb", "cards": 4, "only": ()}
+    baseline = planner.plan(llama(1), batch(64, 256), vram=None, **options).baseline
+    searched.clear()
+    too_little = baseline.total_bytes - baseline.most["activations"] // 2
+    plan = planner.plan(llama(1), batch(64, 256), vram=too_little, **options)
+    assert not plan.fits
+    assert plan.shortfall is not None
+    assert searched == ["ddp", "zero1", "fsdp"]
+    assert [note.rpartition(": ")[2] for note in plan.notes if note.startswith("not chosen")] == ["no plan fits"] * 2
