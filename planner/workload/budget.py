@@ -131,14 +131,15 @@ class Budget:
         if card.outside_bytes >= self.usable_bytes:
             way_out = ": the context exceeds the budget without a model"
             if sharding:
-                way_out = f": more cards would not help, because each needs {format_size(card.outside_bytes)} for them"
+                outside = format_size(card.outside_bytes)
+                way_out = f": more cards would not help, because context and NCCL take {outside} of each"
         elif not can_be_divided or whole_bytes + card.outside_bytes >= self.usable_bytes:
             way_out = ", or a smaller model"
         else:
             way_out = ", or more cards" if shards > 1 else ", or divide the parameters, too (--sharding fsdp)"
         raise BudgetError(
             f"does not fit: a budget of {format_size(self.usable_bytes)} cannot hold the model, whatever the plan: "
-            f"{sizes}{context}, and training needs more; give a budget well above {format_size(needed_bytes)}{way_out}"
+            f"{sizes}{context}; training needs even more. Give a budget well above {format_size(needed_bytes)}{way_out}"
         )
 
     def notes(self, card: DeviceProfile) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed.checkpoint
@@ -129,7 +130,7 @@ def copy_settings(optimizer, other):
         group.update({name: value for name, value in settings.items() if name != "params"})
 
 
-CHECKPOINT_FUNCTIONS = (
+CHECKPOINT_FUNCTIONS: tuple[Callable, ...] = (
     refuse_to_replace,
     save_checkpoint,
     load_checkpoint,

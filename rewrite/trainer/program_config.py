@@ -48,7 +48,8 @@ def _value(value: Any) -> str:
 def _header(plan: Plan, program: TrainingProgram, missing: str) -> str:
     """Returns comment lines: the plan, its memory, and what the user must add."""
     workload = plan.workload
-    size = f"batch {workload.batch_size} x {counted(workload.seq_len, 'token')}"
+    tokens = f" x {counted(workload.seq_len, 'token')}" if workload.seq_len else ""
+    size = f"batch {workload.batch_size}{tokens}"
     total = f"{format_size(plan.peak.total_bytes)} predicted"
     budget = "" if plan.vram_bytes is None else f" of {format_size(plan.vram_bytes)}"
     lines = [
