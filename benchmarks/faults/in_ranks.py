@@ -19,6 +19,16 @@ _UNITS, _ACCELERATE = "tests/ranks/test_accelerate_units.py", "tests/ranks/test_
 
 FAULTS = [
     Fault(
+        name="ways-that-do-not-fit-are-searched-twice",
+        path="planner/sharded.py",
+        old="            if or_smallest and not ways and not any(plan for _, plan in found):",
+        new="            if or_smallest and not ways and not plan_that_fits(\n"
+        "                work, linked, vram_bytes=vram_bytes, constraints=constraints, watch=watch\n"
+        "            ):",
+        tests=("tests/ranks/test_rank_refusals.py::test_each_way_is_searched_once_if_no_plan_fits",),
+        why="a budget in which no plan fits takes twice the time",
+    ),
+    Fault(
         name="ranks-count-the-balance-of-experts-once-each",
         path="planner/rewrite/loss_terms.py",
         old="    if own.balances_experts:\n        return",
