@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
+import traceback
 
 
 class PlannerError(Exception):
@@ -86,3 +88,28 @@ def plain_line(text: str, most: int = 4000) -> str:
     line = "".join(letter if letter.isprintable() else " " for letter in text[: 10 * most])
     line = re.sub(r"\S{500,}", lambda word: f"{word[0][:60]}...{word[0][-40:]}", line)
     return line if len(line) <= most else f"{line[: most - 4]} ..."
+
+
+def broken_import(error: BaseException) -> str | None:
+    """Returns a line for an error that an import of an installed library raised; None for any other error."""
+    name = _imported(error)
+    if name is None:
+        return None
+    return (
+        f"{name} cannot be imported ({first_line(error)}): install it again, or unset the environment variables that "
+        "change it, such as PYTHONPATH"
+    )
+
+
+def _imported(error: BaseException) -> str | None:
+    """Returns the name of the library whose import raised an error; None if another thing than an import failed."""
+    if isinstance(error, SyntaxError) and error.filename is not None:  # a file of a library is damaged
+        return pathlib.PurePath(error.filename).parent.name or None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if frame.f_code.co_name == "<module>" and package not in ("planner", "__main__"):
+            return package
+    if isinstance(error, ImportError) and error.name is not None:
+        name = error.name.partition(".")[0]
+        return None if name == "planner" else name
+    return None

@@ -20,8 +20,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
-
 from planner.cli.hub import refuse_unreachable
 from planner.cli.option_checks import emitted_form, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.cli.options import parser
@@ -32,6 +30,7 @@ from planner.errors import (
     PlannerError,
     TimeLimitError,
     WorkloadError,
+    broken_import,
     first_line,
     plain_line,
 )
@@ -46,6 +45,8 @@ from planner.progress.durations import parse_duration
 from planner.progress.stuck import ended_if_stuck
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from planner.plan_types.plan import Plan
     from planner.rewrite.on_cpu.verification import CpuVerification
     from planner.rewrite.on_gpu.verification import Verification
@@ -58,23 +59,17 @@ FITS, DOES_NOT_FIT, COULD_NOT_RUN, ENDED_BY_MACHINE = 0, 1, 2, 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    streams.open_missing()
-    out = sys.stdout
-    if out is None:
-        print("plan: standard output is closed, so the answer cannot be written", file=sys.stderr)
-        return COULD_NOT_RUN
+    return streams.answered("plan", lambda out: _run(words, out), COULD_NOT_RUN)
+
+
+def _run(words: list[str], out: TextIO) -> int:
     try:
-        try:
-            is_of_files = words[:1] in (["diff"], ["explain"])
-            code = _on_files(words[0], words[1:], out) if is_of_files else _on_model(words, out)
-        finally:
-            out.flush()
-    except OSError as error:  # all other errors are handled where they occur
-        streams.discard_standard_output()
-        with contextlib.suppress(OSError):
-            print(f"plan: the answer cannot be written to standard output: {error.strerror}", file=sys.stderr)
-        return COULD_NOT_RUN
-    return code
+        is_of_files = words[:1] in (["diff"], ["explain"])
+        return _on_files(words[0], words[1:], out) if is_of_files else _on_model(words, out)
+    except OSError:
+        raise  # the answer cannot be written
+    except Exception as error:  # the answer cannot be shown: rich is missing, or a table has a fault
+        return _refuse(_refusal(error, Watch()), as_json="--json" in words, out=out)
 
 
 def _on_model(words: list[str], out: TextIO) -> int:
@@ -142,6 +137,8 @@ def _refusal(error: BaseException, watch: Watch) -> PlannerError:
             "this machine does not have enough memory for the command: close other programs, or raise "
             "the memory limit of the shell (ulimit -v)"
         )
+    if (broken := broken_import(error)) is not None:
+        return PlannerError(broken)
     if isinstance(error, OSError) and error.filename is not None:
         return PlannerError(f"'{os.fsdecode(error.filename)}' cannot be used: {error.strerror}")
     if isinstance(error, FileNotFoundError) and _is_without_folder():
@@ -188,10 +185,10 @@ def _on_files(command: str, words: Sequence[str], out: TextIO) -> int:
 
 def _console(out: TextIO) -> Console:
     """Return a console for the answer. Without a terminal it has 200 columns, so that lines in logs stay whole."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) < _LEAST_COLUMNS:
-        return Console(file=out, width=_LEAST_COLUMNS)
-    return Console(file=out, width=None if out.isatty() or columns else 200)
+    from planner.progress.terminal import console
+
+    is_set = out.isatty() or bool(os.environ.get("COLUMNS"))
+    return console(file=out, width=None if is_set else 200, least_columns=_LEAST_COLUMNS)
 
 
 def _print(answer: Plan | Tradeoff, verification: Verification | CpuVerification | None, out: TextIO) -> None:

@@ -6,8 +6,9 @@ import argparse
 import importlib.metadata
 import math
 import pathlib
+import sys
 import textwrap
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from planner import profiles
 from planner.cli.glossary import explain
@@ -50,6 +51,10 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise WorkloadError(f"{message}; see plan --help")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print the text of --help or --version. argparse's own method hides that it cannot be written."""
+        print(message, end="", file=file or sys.stderr)
 
 
 class _ListGpus(argparse.Action):

@@ -78,13 +78,14 @@ def _at(progress: Progress, elapsed_seconds: float) -> Progress:
 @contextlib.contextmanager
 def _live_line() -> Iterator[Report]:
     """Yield a function that shows progress in one line of the terminal, which is cleared at the end."""
-    from rich.console import Console
     from rich.live import Live
+
+    from planner.progress.terminal import console
 
     line = _LiveLine()
     # Streams are not redirected: forked processes write to them, and must not wait for a lock of this process's thread.
     with Live(
-        line, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False,
+        line, console=console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False,
         refresh_per_second=8,
     ):  # fmt: skip
         yield line

@@ -6,8 +6,34 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
+
+
+def answered(name: str, run: Callable[[TextIO], int], could_not_run: int) -> int:
+    """Run a command that writes its answer to the stream it receives, and return its exit code.
+
+    If the answer cannot be written, because a pipe is closed or a disk is full, a line says so, and `could_not_run` is
+    returned.
+
+    Args:
+        name: the name of the command, with which its messages begin.
+    """
+    open_missing()
+    out = sys.stdout
+    if out is None:
+        print(f"{name}: standard output is closed, so the answer cannot be written", file=sys.stderr)
+        return could_not_run
+    try:
+        try:
+            return run(out)
+        finally:
+            out.flush()
+    except OSError as error:  # all other errors are handled where they occur
+        discard_standard_output()
+        with contextlib.suppress(OSError):
+            print(f"{name}: the answer cannot be written to standard output: {error.strerror}", file=sys.stderr)
+        return could_not_run
 
 
 def open_missing() -> None:

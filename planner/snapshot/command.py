@@ -14,20 +14,21 @@ import argparse
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from planner.allocator.blocks import Segment
-from planner.errors import PlannerError, SnapshotError
+from planner.errors import PlannerError, SnapshotError, broken_import, first_line, plain_line
 from planner.plan_types.sizes import format_size, parse_size
 from planner.plan_types.words import counted
+from planner.progress import streams
 from planner.snapshot.file import load
 from planner.snapshot.history import History
 from planner.snapshot.replay import replay_history
 from planner.snapshot.result import ReplayResult, SegmentPair
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 EQUAL, DIFFERENT, COULD_NOT_RUN = 0, 1, 2
 """Exit codes of the command."""
@@ -41,6 +42,10 @@ class _Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise SnapshotError(f"{message}; see python -m planner.snapshot --help")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print the text of --help. argparse's own method hides that it cannot be written."""
+        print(message, end="", file=file or sys.stderr)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code.
@@ -48,22 +53,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Arguments of the command line, without the name of the program. None means `sys.argv[1:]`.
     """
+    words = sys.argv[1:] if arguments is None else arguments
+    return streams.answered("snapshot", lambda out: _run(words, out), COULD_NOT_RUN)
+
+
+def _run(words: Sequence[str], out: TextIO) -> int:
     try:
-        options = _parser().parse_args(arguments)
+        options = _parser().parse_args(words)
         capacity_bytes = None if options.capacity is None else parse_size(options.capacity, device_bytes=None)
         history = load(options.file, device=options.device)
         result = replay_history(history, capacity_bytes=capacity_bytes)
-    except PlannerError as error:
-        print(f"snapshot: {error}", file=sys.stderr)
+        from planner.progress.terminal import console
+
+        _print(console(file=out, highlight=False, soft_wrap=True), options.file, history, result)
+    except OSError:
+        raise  # the answer cannot be written: `load` raises its own errors
+    except (PlannerError, KeyboardInterrupt) as error:
+        message = "interrupted" if isinstance(error, KeyboardInterrupt) else plain_line(str(error))
+        print(f"snapshot: {message}", file=sys.stderr)
         return COULD_NOT_RUN
-    except Exception as error:  # A bug of the planner, shown with its traceback.
-        traceback.print_exc()
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        print(
-            f"snapshot: {message}; this is a bug of the planner, please report it with the text above", file=sys.stderr
-        )
+    except Exception as error:
+        message = broken_import(error)
+        if message is None:  # a bug of the planner, shown with its traceback
+            traceback.print_exc()
+            message = f"{first_line(error)}; this is a bug of the planner, please report it with the text above"
+        print(f"snapshot: {message}", file=sys.stderr)
         return COULD_NOT_RUN
-    _print(Console(file=sys.stdout, highlight=False, soft_wrap=True), options.file, history, result)
     return EQUAL if result.is_equal else DIFFERENT
 
 
@@ -116,9 +131,17 @@ def _marks(console: Console) -> dict[bool, str]:
     return {True: "✓", False: "✗"} if console.encoding.startswith("utf") else {True: "yes", False: "NO"}
 
 
+def _table(*headers: str, **settings: Any) -> Table:
+    """Returns an empty table. rich is imported here, so that a broken installation of it is one line."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    return Table(*headers, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, **settings)
+
+
 def _levels(result: ReplayResult, marks: dict[bool, str]) -> Table:
     """Returns the table that compares peaks of memory, and memory at the end."""
-    table = Table("", "recorded", "simulated", "equal", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = _table("", "recorded", "simulated", "equal")
     recorded, simulated = result.recorded, result.simulated
     for title, recorded_bytes, simulated_bytes in (
         ("peak requested", recorded.peak_requested_bytes, simulated.peak_requested_bytes),
@@ -160,9 +183,7 @@ def _differences(result: ReplayResult) -> Iterator[str]:
 
 def _segments(pairs: Sequence[SegmentPair], marks: dict[bool, str]) -> Table:
     """Returns the table that compares the segments at the end."""
-    table = Table(
-        title="segments at the end", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
+    table = _table(title="segments at the end", title_justify="left")
     table.add_column("address", no_wrap=True)
     table.add_column("size", justify="right")
     for title in ("pool", "stream", "recorded blocks", "simulated blocks", "equal"):

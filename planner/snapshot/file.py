@@ -110,7 +110,8 @@ _LEAST_LIMIT_BYTES, _MOST_COMPRESSION = 64 << 20, 200
 def _read(path: pathlib.Path, shown: str) -> object:
     """Returns the object that a pickle or JSON file holds. `shown` is the name of the file in error messages."""
     if not path.is_file():
-        raise SnapshotError(f"{shown} {'is a folder' if path.is_dir() else 'does not exist'}: {GIVE}")
+        what = "is a folder" if path.is_dir() else "is a device or a pipe" if path.exists() else "does not exist"
+        raise SnapshotError(f"{shown} {what}: {GIVE}")
     try:
         with path.open("rb") as file:
             is_compressed = file.read(2) == b"\x1f\x8b"

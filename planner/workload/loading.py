@@ -129,7 +129,7 @@ def load_workload(
         raise WorkloadError(f"'{reference}' does not exist: give {FORMS}")
     if suffix == ".py":
         raise WorkloadError(f"'{reference}' names a Python file but no function or class in it: write {reference}:name")
-    if path.is_file() or path.is_dir() or not reference.startswith((".", "/")):
+    if path.exists() or not reference.startswith((".", "/")):
         return _from_transformers(reference, request)
     raise WorkloadError(f"model '{reference}' does not exist: give {FORMS}")
 

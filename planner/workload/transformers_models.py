@@ -147,7 +147,9 @@ def transformers_config(reference: str, forms: str) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and (other := _other_library(path)) is not None:
         raise WorkloadError(other)
-    if path.exists() and not file.is_file():
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise WorkloadError(f"'{reference}' is a device or a pipe: give a regular file, or {forms}")
+    if path.is_dir() and not file.is_file():
         raise WorkloadError(f"folder '{reference}' has no config.json: give a transformers model folder, or {forms}")
     try:
         if file.is_file():
