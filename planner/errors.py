@@ -106,7 +106,7 @@ def _imported(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename is not None:  # a file of a library is damaged
         return pathlib.PurePath(error.filename).parent.name or None
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if frame.f_code.co_name == "<module>" and package not in ("planner", "__main__"):
             return package
     if isinstance(error, ImportError) and error.name is not None:

@@ -35,6 +35,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Protocol
 
+from planner.errors import MeasurementError, PlannerError, first_line, plain_line
+from planner.files.writing import write_atomically
 from planner.profiles.device import DTYPES, MIB
 from planner.profiles.finding import CardFacts, like, matching, own_folder
 from planner.profiles.process_memory import card_used_bytes, driver_version, process_memory
@@ -188,8 +190,14 @@ class CudaCard:
     def begin(self) -> None:
         import torch
 
-        self._torch, self._used_before_bytes = torch, card_used_bytes()
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch.cuda.init has no annotations
+        try:
+            self._torch, self._used_before_bytes = torch, card_used_bytes()
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch.cuda.init has no annotations
+        except Exception as error:  # NVML, nvidia-smi and torch have errors of their own
+            raise MeasurementError(
+                f"the first CUDA card of this machine cannot be measured ({first_line(error)}): run this where "
+                "`nvidia-smi` shows the card, with a CUDA build of torch"
+            ) from error
 
     def facts(self) -> Facts:
         torch = self._torch
@@ -362,15 +370,19 @@ def main(card: Card | None = None, arguments: list[str] | None = None) -> None:
     calibration = calibrate(card or CudaCard())
     name = re.sub(r"[^a-z0-9]+", "-", calibration.facts.cuda_name.casefold()).strip("-")
     out = options.out or own_folder() / f"{name}.toml"
+    profile = as_toml(calibration, title_of(calibration.facts))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(as_toml(calibration, title_of(calibration.facts)))
+    write_atomically(out, profile)
     if options.json is not None:
-        options.json.write_text(json.dumps(dataclasses.asdict(calibration)) + "\n")
-    print(out.read_text(), end="")
+        write_atomically(options.json, json.dumps(dataclasses.asdict(calibration)) + "\n")
+    print(profile, end="")
     print(f"written to {out}", file=sys.stderr)
     for quantity, reason in calibration.not_measured.items():
         print(f"not measured: {quantity} ({reason})", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (PlannerError, OSError) as failure:
+        sys.exit(f"calibrate: {plain_line(str(failure))}")

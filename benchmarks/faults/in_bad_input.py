@@ -84,4 +84,40 @@ FAULTS = (
         tests=("tests/virtual_gpu/test_kernel_arguments.py::test_what_the_check_refuses_is_what_the_kernel_refuses",),
         why="a step that PyTorch refuses gets a certificate",
     ),
+    # ---- the command's answer
+    Fault(
+        name="answer-help-is-lost",
+        path="planner/cli/options.py",
+        old='        print(message, end="", file=file or sys.stderr)',
+        new="        super()._print_message(message, file)",
+        tests=("tests/cli/test_odd_processes.py::test_help_that_cannot_be_written_is_no_answer[words1]",),
+        why="exit code 0 although nothing was written",
+    ),
+    Fault(
+        name="answer-that-cannot-be-shown",
+        path="planner/cli/command.py",
+        old="    except Exception as error:  # the answer cannot be shown",
+        new="    except ZeroDivisionError as error:  # the answer cannot be shown",
+        tests=(
+            "tests/cli/test_odd_processes.py"
+            "::test_an_answer_that_cannot_be_shown_does_not_end_with_the_exit_code_of_one",
+        ),
+        why="a fault of the report counts as a plan that does not fit",
+    ),
+    Fault(
+        name="answer-without-a-library",
+        path="planner/errors.py",
+        old="    for frame, _ in traceback.walk_tb(error.__traceback__):",
+        new="    for frame, _ in ():",
+        tests=("tests/cli/test_odd_processes.py::test_a_library_whose_installation_is_broken_is_named_in_one_line",),
+        why="a broken library counts as a bug of the planner",
+    ),
+    Fault(
+        name="answer-in-no-columns",
+        path="planner/progress/terminal.py",
+        old="name not in _SIZES or _is_size(text)",
+        new="True",
+        tests=("tests/cli/test_odd_processes.py::test_the_report_is_printed_whatever_the_number_of_columns",),
+        why="rich fails at a size of the terminal that is no number",
+    ),
 )

@@ -173,7 +173,11 @@ def _on_files(command: str, words: Sequence[str], out: TextIO) -> int:
 
     module = plan_diff if command == "diff" else plan_explain
     try:
-        is_found, answer = module.run(module.parser().parse_args(words))
+        options = module.parser().parse_args(words)  # raises SystemExit for --help, and OSError if it cannot be printed
+    except PlannerError as error:
+        return _refuse(error, as_json="--json" in words, out=out)
+    try:
+        is_found, answer = module.run(options)
     except (Exception, KeyboardInterrupt) as error:
         return _refuse(_refusal(error, Watch()), as_json="--json" in words, out=out)
     if isinstance(answer, str):

@@ -73,8 +73,8 @@ def _run(words: Sequence[str], out: TextIO) -> int:
         print(f"snapshot: {message}", file=sys.stderr)
         return COULD_NOT_RUN
     except Exception as error:
-        message = broken_import(error)
-        if message is None:  # a bug of the planner, shown with its traceback
+        message = broken_import(error) or ""
+        if not message:  # a bug of the planner, shown with its traceback
             traceback.print_exc()
             message = f"{first_line(error)}; this is a bug of the planner, please report it with the text above"
         print(f"snapshot: {message}", file=sys.stderr)

@@ -16,6 +16,7 @@ import pytest
 
 from planner.cli import main
 from planner.plan_types.plan import Plan
+from planner.snapshot.command import main as snapshot_main
 
 ROOT = pathlib.Path(__file__).parents[2]
 NET = """
@@ -106,9 +107,59 @@ def test_streams_that_are_closed_or_full(shell, code, tmp_path):
     assert len(found.stderr.strip().splitlines()) == (code == 2)
 
 
-@pytest.mark.parametrize("columns", ["0", "1", "-5", "x", ""])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["explain", "--help"]])
+def test_help_that_cannot_be_written_is_no_answer(words):
+    found = run(*words, shell='"$@" > /dev/full', PYTHONUNBUFFERED="1")
+    assert found.returncode == 2
+    assert found.stderr == "plan: the answer cannot be written to standard output: No space left on device\n"
+
+
+def test_an_answer_that_cannot_be_shown_does_not_end_with_the_exit_code_of_one(tmp_path, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise ValueError("a fault of a table")
+
+    monkeypatch.setattr("planner.cli.report.render", fails)
+    assert main([model(tmp_path), "--gpu", "bare"]) == 2
+    assert "ValueError: a fault of a table; this is a bug of the planner" in capsys.readouterr().err
+
+
+BROKEN = {
+    "raise RuntimeError('no kernel')": "RuntimeError: no kernel",
+    "import no_such_library": "ModuleNotFoundError: No module named 'no_such_library'",
+    "this is no Python": "SyntaxError: invalid syntax (__init__.py, line 1)",
+}
+
+
+@pytest.mark.parametrize("source", BROKEN)
+def test_a_library_whose_installation_is_broken_is_named_in_one_line(source, tmp_path):
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich" / "__init__.py").write_text(source)
+    found = run("diff", "a.json", "b.json", folder=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1, found.stderr
+    assert f"plan: rich cannot be imported ({BROKEN[source]}): install it again" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ModuleNotFoundError("No module named 'rich'", name="rich"), "rich cannot be imported"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_the_command_for_snapshots_refuses_in_one_line_too(error, message, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("planner.snapshot.command.load", fails)
+    assert snapshot_main(["snapshot.pickle"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"snapshot: {message}") and len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "-5", "x", "", "\N{SUPERSCRIPT TWO}", "9" * 5000])
 def test_the_report_is_printed_whatever_the_number_of_columns(columns, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", columns)
     assert main([model(tmp_path), "--gpu", "bare"]) == 0
     assert "parameters" in capsys.readouterr().out
 
