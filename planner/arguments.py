@@ -14,6 +14,9 @@ from planner.workload.unsupported import is_coroutine_function
 
 Test = Callable[[Any], bool]
 
+_HUGE = 1 << 63
+_DATA = ("model", "batch")
+"""Arguments that may contain any numbers."""
 _LONGEST_SHOWN = 80
 """Maximum number of characters of a value that a message repeats."""
 
@@ -35,11 +38,25 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             is_right, expected = _EXPECTED[name]
             if not is_right(value):
                 raise ArgumentError(f"{name} is {_shown(value)}: give {expected}")
+        if name not in _DATA and any(map(_is_huge, _parts(value))):
+            raise ArgumentError(f"{name} is {_shown(value)}: give a number below 2**63")
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    """Returns what a list or the values of a dict contain; else the value itself."""
+    if isinstance(value, Mapping):
+        return tuple(value.values())
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _is_huge(value: Any) -> bool:
+    """True for a whole number that overflows what counts bytes or seconds."""
+    return _is_whole(value) and not -_HUGE < value < _HUGE
 
 
 def _shown(value: Any) -> str:
     try:
-        text = repr(value)
+        text = hex(value) if _is_huge(value) else repr(value)  # Python shows at most 4,300 decimal digits
     except Exception as error:  # a class of the user's, whose __repr__ has a fault
         text = f"an object that cannot be shown ({type(error).__name__})"
     return f"{plain_line(text, _LONGEST_SHOWN)} ({type(value).__name__})"

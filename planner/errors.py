@@ -10,6 +10,10 @@ import traceback
 class PlannerError(Exception):
     """Base class of the planner's errors. The `plan` command prints `str(error)` on one line and exits with code 2."""
 
+    def __str__(self) -> str:
+        """Returns the message on one line. It may repeat texts of others, which cannot control a terminal then."""
+        return plain_line(super().__str__())
+
 
 class StepError(PlannerError):
     """This training step cannot be planned. Another model, batch, budget or technique may be possible."""

@@ -120,4 +120,29 @@ FAULTS = (
         tests=("tests/cli/test_odd_processes.py::test_the_report_is_printed_whatever_the_number_of_columns",),
         why="rich fails at a size of the terminal that is no number",
     ),
+    # ---- numbers
+    Fault(
+        name="number-of-too-many-digits",
+        path="planner/arguments.py",
+        old="not -_HUGE < value < _HUGE",
+        new="False",
+        tests=("tests/system/test_wrong_arguments.py::test_each_argument_is_taken_or_refused_in_one_line",),
+        why="a huge number ends in an OverflowError",
+    ),
+    Fault(
+        name="number-of-samples-in-a-plan",
+        path="planner/plan_types/plan_parts.py",
+        old="        if sum(count for _, count in self.lengths) > MOST_SAMPLES:",
+        new="        if False:",
+        tests=("tests/plan_types/test_plan.py::test_a_run_that_cannot_be_simulated_is_refused",),
+        why="a small plan file fills the memory",
+    ),
+    Fault(
+        name="message-with-texts-of-others",
+        path="planner/errors.py",
+        old="        return plain_line(super().__str__())",
+        new="        return super().__str__()",
+        tests=("tests/system/test_wrong_arguments.py::test_each_argument_is_taken_or_refused_in_one_line",),
+        why="a text of others controls the terminal or fills it",
+    ),
 )

@@ -200,9 +200,11 @@ def _flag(value: str, option: str, name: str) -> bool:
 
 
 def _whole(value: str, option: str, name: str) -> int:
-    match = re.match(r"[+-]?\d+", value)
+    match = re.match(r"[+-]?0*([0-9]+)", value)
     if match is None:
         raise _refused(option, value, name, "a whole number")
+    if len(match[1]) > 20 or int(match[1]) >= 1 << 64:
+        raise _refused(option, value, name, "a whole number below 2**64")
     return min(int(match[0]) % (1 << 64), _MOST_MB)  # a negative number is a very large one, as in PyTorch
 
 

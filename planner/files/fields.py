@@ -12,7 +12,10 @@ from typing import Any
 
 MOST = 2**63 - 1
 """Largest whole number in a file. Sizes in bytes and numbers of elements above it cannot exist."""
-LEAST = {"batch_size": 1, "seq_len": 1, "cards_per_node": 1, "ignored": -MOST}
+LEAST = {
+    **dict.fromkeys(("batch_size", "seq_len", "cards_per_node", "multiple", "eval_batch_size"), 1),
+    "ignored": -MOST,
+}
 """By name of a field, its smallest whole number; 0 for other fields."""
 GREATEST = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "micro_batches", "seq_len", "lengths", "multiple"), 2**31 - 1),

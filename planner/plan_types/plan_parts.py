@@ -295,6 +295,10 @@ class RunChange:
     """Time of all steps of the changed run, divided by that of the run."""
 
 
+MOST_SAMPLES = 10**7
+"""Maximum number of samples of a run: each is shuffled, which takes about a minute then."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSource:
     """The user's description of a run, from which it can be simulated again, and which a training loop has to follow.
@@ -308,6 +312,12 @@ class RunSource:
     eval_batch_size: int | None
     eval_samples: int
     between: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if any(length < 1 or count < 1 for length, count in self.lengths):
+            raise ValueError("run.source.lengths has a length or a number of samples below 1")
+        if sum(count for _, count in self.lengths) > MOST_SAMPLES:
+            raise ValueError(f"run.source.lengths has more than {MOST_SAMPLES:,} samples")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

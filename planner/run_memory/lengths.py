@@ -6,10 +6,11 @@ import pathlib
 
 from planner.errors import WorkloadError
 from planner.files import reading
+from planner.plan_types.plan_parts import MOST_SAMPLES
 
 FORMS = "one length per line, or 'length count' per line, or JSON: a list of lengths or an object {length: count}"
-_MOST_BYTES, _MOST_SAMPLES = 1 << 30, 10**8
-"""Maximum size of the file, and of the list of lengths."""
+_MOST_BYTES = 1 << 30
+"""Maximum size of the file."""
 
 
 def read_lengths(path: pathlib.Path) -> list[int]:
@@ -30,8 +31,8 @@ def read_lengths(path: pathlib.Path) -> list[int]:
         data = reading.parsed_json(text) if text.lstrip()[:1] in ("[", "{") else _table(text)
         pairs = list(data.items()) if isinstance(data, dict) else [_pair(item) for item in data]
         counted = [(_whole(length), _whole(count)) for length, count in pairs]
-        if sum(count for _, count in counted) > _MOST_SAMPLES:
-            raise ValueError(f"there are more than {_MOST_SAMPLES:,} samples: give a part of them")
+        if sum(count for _, count in counted) > MOST_SAMPLES:
+            raise ValueError(f"there are more than {MOST_SAMPLES:,} samples: give a part of them")
         lengths = [length for length, count in counted for _ in range(count)]
     except (ValueError, TypeError) as error:
         raise WorkloadError(f"the lengths in '{path}' cannot be read ({error}): give {FORMS}") from error

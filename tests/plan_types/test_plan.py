@@ -407,6 +407,26 @@ def test_values_of_another_kind_are_refused_on_one_line(path, value):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("multiple", 0),
+        ("eval_batch_size", 0),
+        ("lengths", [[16, 2**31 - 1]]),  # would be a list of as many numbers
+        ("lengths", [[16, 2_000_000]] * 10),
+        ("lengths", [[0, 2]]),
+        ("lengths", [[16]]),
+        ("lengths", [16]),
+    ],
+    ids=str,
+)
+def test_a_run_that_cannot_be_simulated_is_refused(field, value):
+    data = json.loads(json.dumps(full_example().to_json()))
+    data["run"]["source"][field] = value
+    with pytest.raises(PlanFileError, match="plan has a missing or wrong field"):
+        Plan.from_json(data)
+
+
 @pytest.mark.parametrize("sizes", [(0, 2), (4, 1), (2.0, 2), (2, 2.5), ("4", 2), (True, 2)])
 def test_micro_batches_are_whole_and_at_least_two(sizes):
     with pytest.raises(DecisionError, match="needs at least 2 micro-batches of at least 1 sample"):
