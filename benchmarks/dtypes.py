@@ -7,8 +7,10 @@ the same calls on fakes with the rehearsal's own check (`refuse_arguments`).
     pip install expecttest                 # PyTorch's test data base imports it
     python -m benchmarks.dtypes            # about a minute; prints one line for each op that differs, and a count
 
-A line that begins with `taken` is a gap: only the fake takes the call. A line that begins with `refused` is a call that
-only the rehearsal refuses; products of whole numbers are such calls, because CUDA refuses them and a CPU does not.
+A line that begins with `taken` is a gap: only the fake takes the call, and CUDA has no kernel for it either, or it is not
+known. A line that begins with `on CUDA` is no gap: PyTorch's data base says that CUDA has a kernel for this dtype, and a
+CPU has none. That is known for ops with one tensor. A line that begins with `refused` is a call that only the rehearsal
+refuses; products of whole numbers are such calls, because CUDA refuses them and a CPU does not.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class _Checked(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def calls() -> Iterator[tuple[str, Callable, Any]]:
-    """Yields (name, function, arguments) for the ops of PyTorch's test data base, also in place."""
+def calls() -> Iterator[tuple[str, Callable, Any, set[torch.dtype]]]:
+    """Yields (name, function, arguments, dtypes on CUDA) for the ops of PyTorch's test data base, also in place."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in op_db:
@@ -52,20 +54,23 @@ def calls() -> Iterator[tuple[str, Callable, Any]]:
         if sample is None:
             continue
         arguments = ((sample.input, *sample.args), sample.kwargs)
-        yield info.name, info.op, arguments
+        on_cuda = set(info.supported_dtypes("cuda"))
+        yield info.name, info.op, arguments, on_cuda
         if info.inplace_variant is not None:
-            yield f"{info.name}_", info.inplace_variant, arguments
+            yield f"{info.name}_", info.inplace_variant, arguments, on_cuda
 
 
-def variants(arguments: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the arguments with one tensor in another dtype."""
+def variants(arguments: Any) -> Iterator[tuple[str, Any, torch.dtype | None]]:
+    """Yields the arguments with one tensor in another dtype, and this dtype if there is no other tensor."""
     leaves, spec = tree_flatten(arguments)
+    is_alone = sum(isinstance(leaf, torch.Tensor) for leaf in leaves) == 1
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             for dtype in DTYPES:
                 if dtype != leaf.dtype:
                     changed = [*leaves[:at], leaf.detach().to(dtype), *leaves[at + 1 :]]
-                    yield f"argument {at} {str(dtype).removeprefix('torch.')}", tree_unflatten(changed, spec)
+                    what = f"argument {at} {str(dtype).removeprefix('torch.')}"
+                    yield what, tree_unflatten(changed, spec), dtype if is_alone else None
 
 
 def is_taken(function: Callable, arguments: Any, *, fake: bool) -> bool:
@@ -86,17 +91,18 @@ def is_taken(function: Callable, arguments: Any, *, fake: bool) -> bool:
 
 
 def compare() -> tuple[dict[str, list[str]], int]:
-    """Returns what differs, by 'taken NAME' or 'refused NAME', and the number of calls that were compared."""
+    """Returns what differs, by 'taken NAME', 'on CUDA NAME' or 'refused NAME', and the number of compared calls."""
     found: dict[str, list[str]] = {}
     number = 0
-    for name, function, arguments in calls():
+    for name, function, arguments, on_cuda in calls():
         if not is_taken(function, arguments, fake=False) or not is_taken(function, arguments, fake=True):
             continue
-        for what, changed in variants(arguments):
+        for what, changed, dtype in variants(arguments):
             number += 1
             real, fake = is_taken(function, changed, fake=False), is_taken(function, changed, fake=True)
             if real != fake:
-                lines = found.setdefault(f"{'taken' if fake else 'refused'} {name}", [])
+                kind = "refused" if real else "on CUDA" if dtype in on_cuda else "taken"
+                lines = found.setdefault(f"{kind} {name}", [])
                 lines += [what] * (what not in lines)
     return found, number
 

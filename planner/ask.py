@@ -47,7 +47,7 @@ class LiveWorkload:
 
     def resolve(self, card: DeviceProfile, watch: Watch) -> Workload:
         """Returns the workload. From a source of batches, takes the batch whose step needs the most memory."""
-        batches, notes, stream = candidate_batches(self.batch, worst_case=self.worst_case)
+        batches, notes, stream = candidate_batches(self.batch, worst_case=self.worst_case, watch=watch)
         workloads = [
             workload(
                 self.model,

@@ -193,9 +193,13 @@ def _computed(function: Callable[[Refuse], Any], send: Send) -> Any:
         raise _translated(error) from error
 
 
-def run_in_child(function: Callable[[], Any]) -> Any:
-    """Computes `function()` in a child process and returns its value, which must be picklable."""
-    return Child(lambda refuse: function()).result()
+def run_in_child(function: Callable[[], Any], watch: Watch | None = None) -> Any:
+    """Computes `function()` in a child process and returns its value, which must be picklable.
+
+    Args:
+        watch: limits the time of the child; None for no limit.
+    """
+    return Child(lambda refuse: function()).timed_by(watch).result()
 
 
 def _serve(function: Callable[[Refuse], Any], writer: int) -> None:

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from planner.errors import WorkloadError
+from planner.errors import RehearsalProcessError, TimeLimitError, WorkloadError
 from planner.files import reading
+from planner.progress import TimeIsUp, Watch
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.call_convention import is_graph
 from planner.workload.synthetic_batch import MASK
+from planner.workload.unsupported import refuse_nesting
 from planner.workload.workload import described, map_batch, tensors_of
 
 MOST_BATCHES = 200
@@ -50,7 +52,7 @@ class Candidates(NamedTuple):
     """All batches of the source; None if it is a single batch, or has too many different shapes."""
 
 
-def candidate_batches(batch: Any, *, worst_case: bool = True) -> Candidates:
+def candidate_batches(batch: Any, *, worst_case: bool = True, watch: Watch | None = None) -> Candidates:
     """Returns the batches of a source whose training step may be the largest, and notes for the plan.
 
     A batch is left out if another batch has the same tensors and is at least as large in every dimension.
@@ -63,13 +65,26 @@ def candidate_batches(batch: Any, *, worst_case: bool = True) -> Candidates:
     Args:
         worst_case: True to give all batches an attention mask with padding if one of them has padding: which batches
             have none is a matter of chance. False to keep their values.
+        watch: limits the time in which the source is read; None for no limit.
 
     Raises:
+        TimeLimitError: the time is up.
         WorkloadError: the source raises an error, or has no batches.
     """
     if not isinstance(batch, (torch.utils.data.DataLoader, Iterator)) and not _is_list_of_batches(batch):
         return Candidates([batch], (), None)
-    kept, stream = run_in_child(lambda: _read(_batches(batch), worst_case=worst_case))
+    try:
+        kept, stream = run_in_child(lambda: _read(_batches(batch), worst_case=worst_case), watch)
+    except TimeIsUp as error:
+        raise TimeLimitError(
+            f"planning ended {watch.cause if watch else ''} while the data loader was read: give more time, or one "
+            "batch instead of the loader"
+        ) from error
+    except RehearsalProcessError as error:
+        raise WorkloadError(
+            f"the data loader ended the process that reads it ({error}): iterate over it without the planner to find "
+            "the cause"
+        ) from error
     if not kept:
         raise WorkloadError("the source of batches is empty: give a data loader with at least one batch")
     seen = len(stream.order)
@@ -116,7 +131,7 @@ def _batches(source: Iterable[Any]) -> Iterator[Any]:
             batch = next(batches)
         except StopIteration:
             return
-        except Exception as error:  # the user's code
+        except BaseException as error:  # the user's code, which may also try to end the process
             lines = str(error).strip().splitlines() or [type(error).__name__]
             in_worker = "in DataLoader worker process" in lines[0]  # the traceback there ends with type and message
             text = lines[-1].partition(": ")[2] if in_worker else lines[0]
@@ -124,6 +139,7 @@ def _batches(source: Iterable[Any]) -> Iterator[Any]:
                 f"the data loader raised {type(error).__name__}: {text}; iterate over it without the planner to find "
                 "the cause"
             ) from error
+        refuse_nesting(batch)
         yield map_batch(lambda tensor: tensor, batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -9,10 +10,12 @@ import itertools
 import operator
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from planner.errors import WorkloadError, first_line
 
@@ -24,6 +27,8 @@ _WAYS_OUT = {
     torch.jagged: "give its values and offsets, or a padded tensor and a mask",
 }
 """Advice on tensors that cannot be rehearsed, by layout."""
+_MOST_DEPTH = 100
+"""Maximum number of lists, tuples and dicts of a batch inside of one another."""
 
 
 _PARTS = {
@@ -90,16 +95,45 @@ def refuse_uncallable(value: Any, name: str, wanted: str) -> None:
         )
 
 
+def refuse_nesting(batch: Any) -> None:
+    """Raises `WorkloadError` if lists, tuples and dicts of a batch are nested too deeply, or contain themselves."""
+    level, depth = [batch], 0
+    while level := list({id(part): part for value in level for part in _containers(value)}.values()):
+        depth += 1
+        if depth > _MOST_DEPTH:
+            raise WorkloadError(
+                f"the batch is nested more than {_MOST_DEPTH} levels deep, or contains itself: give tensors in a dict, "
+                "a tuple or a list"
+            )
+
+
+def _containers(value: Any) -> list[Any]:
+    """Returns the lists, tuples, dicts and dataclasses directly inside of a value."""
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        parts = list(value) if isinstance(value, (list, tuple)) else []
+    return [part for part in parts if isinstance(part, (Mapping, list, tuple)) or dataclasses.is_dataclass(part)]
+
+
 def refuse_unsupported(
-    model: torch.nn.Module, batch_tensors: Iterable[tuple[str, torch.Tensor]], loss_fn: Any = None, step: Any = None
+    model: torch.nn.Module,
+    batch: Any,
+    batch_tensors: Iterable[tuple[str, torch.Tensor]],
+    loss_fn: Any = None,
+    step: Any = None,
 ) -> None:
     """Raises `WorkloadError` for what cannot be rehearsed, before a rehearsal fails with another message.
 
-    These are TorchScript modules, coroutines, an empty batch, and layouts of tensors that no rehearsal can hold.
+    These are TorchScript modules, coroutines, a batch that is empty or nested too deeply, and tensors that no rehearsal
+    can hold.
 
     Args:
         model: the model that is trained.
-        batch_tensors: (path, tensor) for every tensor of the batch.
+        batch_tensors: (path, tensor) for every tensor of the batch. They are taken from the batch after its depth was
+            checked.
         loss_fn, step: the user's functions; None if there are none.
     """
     for function, what, wanted in (
@@ -116,23 +150,59 @@ def refuse_unsupported(
                 f"{which} a TorchScript module (torch.jit.script or torch.jit.trace), which runs without Python, so "
                 "that its ops cannot be recorded or recomputed: give the module from which it was made"
             )
+    refuse_nesting(batch)
     batch_tensors = list(batch_tensors)
+    of_model = itertools.chain(model.named_parameters(), model.named_buffers())
+    of_both = (
+        *((f"tensor '{name}' of the model", tensor) for name, tensor in of_model),
+        *((f"tensor '{name}' of the batch" if name else "the batch", tensor) for name, tensor in batch_tensors),
+    )
+    for name, tensor in of_both:
+        _refuse_kind(name, tensor)
     sizes = [tensor.numel() for _, tensor in batch_tensors if tensor.dim() and not tensor.is_nested]
     if sizes and not any(sizes):
         raise WorkloadError("the batch has no samples: all its tensors are empty; give a batch as in training")
-    of_model = itertools.chain(model.named_parameters(), model.named_buffers())
-    for owner, name, tensor in (
-        *(("the model", name, tensor) for name, tensor in of_model),
-        *(("the batch", name, tensor) for name, tensor in batch_tensors),
-    ):
-        if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
-            layout = torch.jagged if tensor.is_nested else tensor.layout
-            raise WorkloadError(
-                f"tensor '{name}' of {owner} has layout {layout}, which a rehearsal cannot hold: "
-                f"{_WAYS_OUT.get(layout, 'convert it with .to_dense()')}"
-            )
-        if tensor.is_sparse and isinstance(tensor, torch.nn.Parameter):
+    for name, parameter in model.named_parameters():
+        if parameter.is_sparse:
             raise WorkloadError(
                 f"parameter '{name}' is a sparse tensor, which a rehearsal cannot train: keep its values as a dense "
                 "parameter, and create the sparse tensor in the forward"
             )
+
+
+def _refuse_kind(name: str, tensor: torch.Tensor) -> None:
+    """Raises `WorkloadError` if a rehearsal cannot hold a tensor: because of its class, its layout or its dtype."""
+    kind = type(tensor)
+    if _holds_others(tensor):
+        raise WorkloadError(
+            f"{name} is of class {kind.__name__}, which runs code of its own for each op (__torch_dispatch__), so that "
+            "a rehearsal does not see the memory of what it holds: give plain tensors"
+        )
+    try:
+        is_quantized, dtype = tensor.is_quantized, tensor.dtype
+        layout = torch.jagged if tensor.is_nested else tensor.layout
+    except Exception as error:  # a class of the user's
+        raise WorkloadError(
+            f"{name} is of class {kind.__name__}, whose code fails ({first_line(error)}): give "
+            "tensor.as_subclass(torch.Tensor)"
+        ) from error
+    if layout not in (torch.strided, torch.sparse_coo):
+        raise WorkloadError(
+            f"{name} has layout {layout}, which a rehearsal cannot hold: "
+            f"{_WAYS_OUT.get(layout, 'convert it with .to_dense()')}"
+        )
+    if is_quantized:
+        raise WorkloadError(
+            f"{name} is quantized ({dtype}), which a rehearsal cannot hold: give its values with .dequantize(), or its "
+            "whole numbers with .int_repr()"
+        )
+    if str(dtype).startswith("torch.bits"):
+        raise WorkloadError(f"{name} has dtype {dtype}, with which PyTorch does not compute: convert it with .view()")
+
+
+def _holds_others(tensor: torch.Tensor) -> bool:
+    """True if the class of a tensor runs code of its own for each op, as one does that holds other tensors."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    plain = torch.Tensor.__torch_dispatch__
+    is_known = isinstance(tensor, (FakeTensor, NestedTensor)) or type(tensor).__name__ == "DTensor"
+    return dispatch is not plain and not is_known

@@ -205,7 +205,7 @@ def workload(
             "returns one"
         )
     calling = Calling.of(batch, loss_fn) if step is None else Calling.STEP
-    refuse_unsupported(model, tensors_of(batch), loss_fn, step)
+    refuse_unsupported(model, batch, tensors_of(batch), loss_fn, step)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(
             f"{type(model).__name__} has no parameter that requires a gradient, so there is nothing to train: set "

@@ -113,7 +113,9 @@ def restored_on_error(
             scaler.load_state_dict(scale)
         if scheduler is not None and schedule is not None:
             scheduler.load_state_dict(schedule)
-        if isinstance(error, (AttributeError, LookupError, NotImplementedError, TypeError, ValueError)):
+        if isinstance(
+            error, (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
+        ):
             raise PlanFileError(
                 f"the saved state cannot be loaded: {type(optimizer).__name__} or its scheduler raised "
                 f"{first_line(error)}. Nothing was changed; start with new optimizer state"
@@ -177,15 +179,34 @@ def _refuse_mismatch(
 
 
 def _copy_shared_tensors(optimizer_state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Copy the tensors in host memory that the optimizer shares with `optimizer_state`.
+    """Copy the tensors in host memory that the optimizer shares with `optimizer_state`, and those that share memory.
 
-    `load_state_dict` does not copy them, so that training would change the saved state.
+    `load_state_dict` does not copy them, so that training would change the saved state. On any device, tensors that
+    share memory with a parameter, with one another or in themselves would be updated together.
     """
     shared = {id(value) for state in optimizer_state["state"].values() for value in state.values()}
+    used = {_memory_of(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for state in optimizer.state.values():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and id(value) in shared and value.device.type == "cpu":
-                state[name] = value.clone()
+            if not isinstance(value, torch.Tensor):
+                continue
+            memory = _memory_of(value)
+            is_of_all = name.startswith("qmap")  # bitsandbytes has one such table for all parameters, and only reads it
+            overlaps = memory is not None and not is_of_all and (memory in used or _has_too_little_memory(value))
+            used.add(memory)
+            if overlaps or (id(value) in shared and value.device.type == "cpu"):
+                state[name] = value.clone(memory_format=torch.contiguous_format) if overlaps else value.clone()
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """Return the address of the storage of a tensor; None without elements, or for a class that holds other tensors."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
+        return None
+    return tensor.untyped_storage().data_ptr()
+
+
+def _has_too_little_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 
 def _difference(saved_decisions: Any, decisions: Sequence[Decision]) -> str:

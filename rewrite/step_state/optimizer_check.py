@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from planner.rewrite.step_state.values import is_number, refuse, refuse_bad_tensor, shown
+from planner.rewrite.step_state.values import MOST_STEPS_OF_OPTIMIZER, is_number, refuse, refuse_bad_tensor, shown
 
 _WITHOUT_DATA = ("ASGD", "Adafactor", "LBFGS", "SparseAdam")
 """Optimizers of torch whose step reads values or needs special gradients, so that it does not run without data."""
@@ -43,9 +43,9 @@ def refuse_optimizer_state(
         return  # the user's own hooks change what is saved or loaded
     entries = state["state"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if unknown := [index for index in entries if not isinstance(index, int) or index not in indexes]:
+    if unknown := [index for index in entries if type(index) is not int or index not in indexes]:
         raise refuse("the optimizer's state", f"has an entry for parameter {str(unknown[0])[:40]}, which is unknown")
-    if not isinstance(without_state, (list, tuple)) or not all(isinstance(index, int) for index in without_state):
+    if not isinstance(without_state, (list, tuple)) or not all(type(index) is int for index in without_state):
         raise refuse("'without_state'", f"is {shown(without_state)}, not a list of integers")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     expected = _state_without_data(optimizer)
@@ -77,7 +77,7 @@ def _refuse_groups(groups: Any, optimizer: torch.optim.Optimizer) -> list[int]:
             "create it with the same groups as the saved one",
         )
     indexes = [index for group in groups for index in group["params"]]
-    if not all(isinstance(index, int) for index in indexes) or len(set(indexes)) < len(indexes):
+    if not all(type(index) is int for index in indexes) or len(set(indexes)) < len(indexes):
         raise refuse("'params' of the optimizer's groups", "are not distinct integers")
     for number, (group, present) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         for name, value in present.items():
@@ -145,6 +145,8 @@ def _refuse_entry(entry: Mapping[str, Any], parameter: torch.Tensor, wanted: Map
         is_negative_allowed = name not in _NEVER_NEGATIVE
         if isinstance(value, torch.Tensor):
             refuse_bad_tensor(value, f"'{name}' in {where}", is_negative_allowed=is_negative_allowed)
+            if name == "step" and bool((value > MOST_STEPS_OF_OPTIMIZER).any()):
+                raise refuse(f"'step' in {where}", "is not a number of steps")
         _refuse_value(value, wanted.get(name), parameter, f"'{name}' in {where}")
 
 
@@ -152,7 +154,7 @@ def _refuse_value(value: Any, wanted: Any, parameter: torch.Tensor, where: str) 
     if not isinstance(value, (torch.Tensor, bool, str, list, tuple, Mapping, type(None))) and not is_number(value):
         raise refuse(where, f"is {shown(value)}")
     if isinstance(wanted, torch.Tensor) and wanted.dim() == 0 and is_number(value):
-        if not 0 <= value < math.inf:
+        if not 0 <= value <= MOST_STEPS_OF_OPTIMIZER:
             raise refuse(where, f"is {shown(value)}, not a number of steps")
         return  # torch makes a tensor of a number of steps that an older version saved
     if isinstance(wanted, torch.Tensor):
@@ -161,7 +163,7 @@ def _refuse_value(value: Any, wanted: Any, parameter: torch.Tensor, where: str) 
         is_like_parameter = bool(wanted.dim()) and wanted.shape == parameter.shape
         if is_like_parameter and hasattr(value, "device_mesh") is not hasattr(parameter, "device_mesh"):
             raise refuse(where, "must be sharded if its parameter is sharded, and whole if it is not")
-    elif is_number(wanted) and not (is_number(value) and math.isfinite(value) and value >= 0):
+    elif is_number(wanted) and not (is_number(value) and 0 <= value <= MOST_STEPS_OF_OPTIMIZER):
         raise refuse(where, f"is {shown(value)}, not a number of steps")
 
 

@@ -13,6 +13,8 @@ from planner.errors import PlanFileError, plain_line
 
 _MOST_STEPS = 2**31 - 1
 """Maximum of the numbers of steps of a gradient scaler, which are in tensors of int32."""
+MOST_STEPS_OF_OPTIMIZER = 2**53
+"""Maximum of the numbers of steps of an optimizer or a scheduler: above it, adding 1 may change nothing."""
 _AT_ONCE = 1 << 22
 """Elements of a tensor that are checked at once, so that the check of a large tensor needs little memory."""
 
@@ -105,6 +107,8 @@ def _refuse_unlike(value: Any, present: Any, where: str, *, same_length: bool) -
         is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.isnan().any()
         if not is_scalar and not is_number(value):
             raise refuse(where, f"is {shown(value)}, not a number")
+        if isinstance(value, int) and abs(value) > MOST_STEPS_OF_OPTIMIZER:
+            raise refuse(where, "has too many digits")
     elif isinstance(present, (list, tuple)):
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise refuse(where, f"is {shown(value)}, not a list")

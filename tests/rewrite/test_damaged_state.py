@@ -47,6 +47,15 @@ class Odd:
     pass
 
 
+class Index(int):
+    """A number that is equal to every other one."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other):
+        return True
+
+
 class Raising(dict):
     """A mapping whose entries cannot be read."""
 
@@ -89,6 +98,10 @@ DAMAGES = {
     "step negative": (put(*OF_FIRST, "step", torch.tensor(-5.0)), "'step' in .* contains negative or infinite values"),
     "step a negative number": (put(*OF_FIRST, "step", -(10**30)), "'step' in .* is -1000.*, not a number of steps"),
     "step infinite": (put(*OF_FIRST, "step", torch.tensor(math.inf)), "'step' in .* contains negative or infinite"),
+    "step huge": (put(*OF_FIRST, "step", torch.tensor(1e30)), "'step' in .* is not a number of steps"),
+    "step a huge number": (put(*OF_FIRST, "step", 10**300), "'step' in .* not a number of steps"),
+    "epoch huge": (put("scheduler", "last_epoch", 10**300), "'last_epoch' of StepLR has too many digits"),
+    "index True": (lambda state: state["optimizer"]["state"].update({Index(0): {}, Index(77): {}}), "is unknown"),
     "squares negative": (put(*OF_FIRST, "exp_avg_sq", lambda t: -1 - t), "'exp_avg_sq' in .* contains negative"),
     "rate without end": (put("optimizer", "param_groups", 0, "lr", 10**400), "cannot be read .OverflowError"),
     "mapping that raises": (
@@ -162,6 +175,43 @@ def test_the_state_that_is_damaged_here_can_be_loaded(whole, target):
     other = trained(0)
     other.step.load_state_dict(copy.deepcopy(whole))
     assert_same(whole, other.step.state_dict())
+
+
+def _aliased(entry: dict, parameter: torch.Tensor) -> None:
+    entry["exp_avg_sq"] = entry["exp_avg"]
+
+
+def _live(entry: dict, parameter: torch.Tensor) -> None:
+    entry["exp_avg"] = parameter.detach()
+
+
+def _expanded(entry: dict, parameter: torch.Tensor) -> None:
+    entry["exp_avg"] = torch.zeros(()).expand_as(parameter)
+
+
+def _overlapping(entry: dict, parameter: torch.Tensor) -> None:
+    both = torch.zeros(parameter.numel() + 1)
+    entry["exp_avg"], entry["exp_avg_sq"] = both[1:].view_as(parameter), both[:-1].view_as(parameter)
+
+
+@pytest.mark.parametrize("share", [_aliased, _live, _expanded, _overlapping])
+@pytest.mark.parametrize("is_host", [True, False])
+def test_tensors_that_share_memory_are_separate_after_loading(share, is_host):
+    """A CPU copies all tensors of the state. `is_host` False leaves that out, as where the state is on the card."""
+    parameters = [torch.nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    share(state["state"][0], parameters[0])
+    optimizer.load_state_dict(state)
+    step_state._copy_shared_tensors(state if is_host else {"state": {}}, optimizer)
+    entries = [value for values in optimizer.state.values() for value in values.values()]
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in (*entries, *parameters)]
+    assert len(set(addresses)) == len(addresses)
+    assert all(tensor.is_contiguous() for tensor in entries)
+    optimizer.step()
 
 
 def assert_same(a, b) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import random
+import time
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 import planner
 from planner import rewrite
 from planner.cli.command import main
-from planner.errors import WorkloadError
+from planner.errors import TimeLimitError, WorkloadError
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 
@@ -257,3 +259,31 @@ def test_if_one_batch_has_padding_all_are_taken_as_padded():
     assert [batch["attention_mask"].tolist() for batch in kept] == [[[1, 1, 1, 1, 0]] * 2]
     assert [batch["attention_mask"].tolist() for batch in stream.different] == [[[1, 1, 0]] * 2, [[1, 1, 1, 1, 0]] * 2]
     assert candidate_batches([*batches, short], worst_case=False)[0][0]["attention_mask"].all()
+
+
+def test_a_loader_that_does_not_return_ends_with_the_time_limit():
+    def waiting():
+        yield torch.zeros(2, 8)
+        time.sleep(10**6)
+
+    with pytest.raises(TimeLimitError, match="while the data loader was read: give more time, or one batch"):
+        planner.plan(nn.Linear(8, 8), waiting(), vram=None, gpu="bare", loss_fn=lambda y, x: y.sum(), time_limit="1s")
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit(), MemoryError()])
+def test_a_loader_that_raises_anything_midway_is_named(error):
+    def source():
+        yield torch.zeros(2, 8)
+        raise error
+
+    with pytest.raises(WorkloadError, match=f"the data loader raised {type(error).__name__}: .* without the planner"):
+        candidate_batches(source())
+
+
+def test_a_loader_that_ends_its_process_is_named():
+    def source():
+        os._exit(0)
+        yield
+
+    with pytest.raises(WorkloadError, match=r"the data loader ended the process that reads it .*exit code 0"):
+        candidate_batches(source())

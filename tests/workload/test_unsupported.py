@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import planner
 from planner.errors import WorkloadError
@@ -114,3 +116,63 @@ def test_a_library_that_cannot_be_used_is_named_with_a_way_out(text, tmp_path, m
 def test_a_library_that_is_missing_is_named():
     with pytest.raises(WorkloadError, match="it needs no_such_library, which is not installed: pip install no_such"):
         library("no_such_library", "it")
+
+
+class Refusing(torch.Tensor):
+    """A class whose code fails whenever something is asked of a tensor."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise ValueError("not here")
+
+
+def nested(depth):
+    batch = torch.randn(2, 16)
+    for _ in range(depth):
+        batch = [batch]
+    return batch
+
+
+def in_itself():
+    batch = {"x": torch.randn(2, 16)}
+    batch["again"] = batch
+    return batch
+
+
+UNUSUAL = {
+    "a quantized tensor": (
+        lambda: torch.empty(2, 16, dtype=torch.quint4x2),
+        r"the batch is quantized \(torch.quint4x2\).*dequantize",
+    ),
+    "bits": (lambda: {"x": torch.empty(2, 16, dtype=torch.bits8)}, "tensor 'x' of the batch has dtype torch.bits8"),
+    "a wrapper": (lambda: TwoTensor(torch.ones(2, 16), torch.ones(2, 16)), "the batch is of class TwoTensor, which"),
+    "a class that fails": (
+        lambda: {"x": torch.ones(2, 16).as_subclass(Refusing)},
+        r"tensor 'x' of the batch is of class Refusing, whose code fails \(ValueError: not here\)",
+    ),
+    "a deep list": (lambda: nested(3000), "the batch is nested more than 100 levels deep"),
+    "a dict in itself": (in_itself, "the batch is nested more than 100 levels deep, or contains itself"),
+    "a loader of deep lists": (lambda: iter([nested(3000)]), "the batch is nested more than 100 levels deep"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_batches_are_refused_by_name(name):
+    make, message = UNUSUAL[name]
+    with pytest.raises(WorkloadError, match=message):
+        planned(nn.Linear(16, 16), make())
+
+
+def test_a_parameter_whose_class_holds_other_tensors_is_refused():
+    model = nn.Linear(16, 16)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(16, 16), torch.ones(16, 16)))
+    with pytest.raises(WorkloadError, match=r"tensor 'weight' of the model is of class TwoTensor.*give plain tensors"):
+        planned(model, torch.randn(2, 16))
+
+
+def test_a_reduction_of_a_constant_with_a_trillion_rows_takes_no_time():
+    """Its value is not computed on the host, where it would be added up row by row."""
+    began = time.perf_counter()
+    batch = torch.empty(1, 8).expand(10**12, 8)
+    planner.plan(nn.Linear(8, 8), batch, vram=None, gpu="bare", loss_fn=lambda output, batch: output.sum())
+    assert time.perf_counter() - began < 30

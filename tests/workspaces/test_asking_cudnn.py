@@ -136,6 +136,44 @@ def test_what_is_remembered_is_bounded_and_a_broken_file_is_written_anew(monkeyp
     assert remembered.Remembered.of(library, (9, 4)).version is None
 
 
+def _sparse(path: pathlib.Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+HOSTILE = {
+    "a terabyte of zeros": _sparse,
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a loop": lambda path: path.symlink_to(path),
+    "a folder": pathlib.Path.mkdir,
+    "a version of too many digits": lambda path: path.write_text("9" * 5000 + " 1 1\n"),
+    "a size of too many digits": lambda path: path.write_text("9 20 0\na b " + "9" * 40 + "\n"),
+    "a size below zero": lambda path: path.write_text("9 20 0\na b -5\n"),
+    "too many sizes": lambda path: path.write_text("9 20 0\na b " + ">".join("1" * 1000) + "\n"),
+    "other bytes": lambda path: path.write_bytes(b"9 20 0\n\xff\xfe\n"),
+    "deep JSON": lambda path: path.write_text("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_is_remembered_is_read_as_data_with_limits(kind, monkeypatch, tmp_path):
+    library = pretend(monkeypatch, tmp_path, "exit 1")
+    empty = remembered.Remembered.of(library, (8, 0))
+    HOSTILE[kind](empty.folder / empty.name)
+    found = remembered.Remembered.of(library, (8, 0))
+    assert found.version is None and not found.workspaces
+    assert found.with_answers((9, 20, 0), {"a b": (1,)}).workspaces == {"a b": (1,)}  # whether or not it can be kept
+
+
+def test_nothing_is_kept_or_loaded_where_others_can_write(monkeypatch, tmp_path):
+    library = pretend(monkeypatch, tmp_path, "exit 1")
+    folder = remembered.Remembered.of(library, (8, 0)).folder
+    assert stat.S_IMODE(folder.stat().st_mode) & 0o022 == 0
+    folder.chmod(0o777)
+    assert remembered.Remembered.of(library, (8, 0)).folder is None
+
+
 def test_nothing_is_kept_where_the_folder_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

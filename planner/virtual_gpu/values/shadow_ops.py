@@ -52,6 +52,16 @@ PLACES = {_aten.scatter.value, _aten.scatter.src}
 """Ops that put elements at known positions, as a router of experts does. Their results are also known for floats."""
 
 
+_MOST_READ = 2**30
+"""Maximum number of elements of a tensor that an op reads on the host, which takes about a second. A tensor with one
+value everywhere may have any number."""
+
+
+def takes_long(arguments: object) -> bool:
+    """True if an op on these real tensors would take long, although they take little memory."""
+    return any(tensor.numel() > _MOST_READ for tensor in nested_tensors(arguments))
+
+
 def nested_tensors(value: object) -> list[torch.Tensor]:
     """Returns the tensors in nested lists, tuples and dicts, in order."""
     found: list[torch.Tensor] = []

@@ -41,6 +41,7 @@ from planner.virtual_gpu.values.shadow_ops import (
     is_elementwise,
     nested_tensors,
     on_host,
+    takes_long,
 )
 
 _aten = torch.ops.aten
@@ -373,9 +374,11 @@ def is_tracked(tensor: torch.Tensor, *, floats: bool = False) -> bool:
 def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     """Returns the result of the op on real tensors; an empty tuple if the op returns nothing.
 
-    Returns None if the op fails on the host: it may have no kernel for a dtype, or an assumed index may be too large.
+    Returns None if it takes long, or fails on the host: it may have no kernel for a dtype, or an index is too large.
     """
     with unset_fake_temporarily():
+        if takes_long((args, kwargs)):
+            return None
         try:
             out = op(*args, **on_host(kwargs))
         except (NotImplementedError, RuntimeError, IndexError):  # reasons: see the docstring

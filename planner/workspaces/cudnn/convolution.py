@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 """Bytes of one element, for the dtypes that cuDNN convolves."""
@@ -17,6 +18,9 @@ one before it. The first one is that of the algorithm which PyTorch takes where 
 the convolution."""
 
 
+_SIZES = re.compile(r"[0-9]{1,15}(>[0-9]{1,15}){0,99}")
+
+
 def written(sizes: Sizes) -> str:
     """Returns sizes as one word, such as '4096>0'; '-' for no algorithm."""
     return ">".join(map(str, sizes)) or "-"
@@ -26,8 +30,10 @@ def sizes_of(text: str) -> Sizes:
     """Returns the sizes that `text` describes (see `written`).
 
     Raises:
-        ValueError: the text is not in this notation.
+        ValueError: the text is not in this notation, or a size has more than 15 digits.
     """
+    if text != "-" and _SIZES.fullmatch(text) is None:
+        raise ValueError(f"{text[:40]!r} is not a list of sizes")
     return () if text == "-" else tuple(map(int, text.split(">")))
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import pathlib
+import re
+import stat
 from collections.abc import Mapping
 
+from planner.errors import PlanFileError
+from planner.files import reading
+from planner.files.writing import write_atomically
 from planner.workspaces.cudnn.convolution import Sizes, sizes_of, written
 
 _MOST_ANSWERS = 20_000
 """Maximum number of answers that a file keeps, about 2 MB. The oldest are dropped."""
+_MOST_BYTES = 8 << 20
+"""Maximum size of a file of answers. A larger one is not ours."""
+_VERSION = re.compile(r"[0-9]{1,4} [0-9]{1,4} [0-9]{1,4}")
 _MOST_FILES = 24
 """Maximum number of files that the folder keeps. The oldest are removed."""
 
@@ -27,7 +36,7 @@ class Remembered:
     """The answers of one libcudnn for the cards of one compute capability."""
 
     folder: pathlib.Path | None
-    """Folder of the file; None if it cannot be written, so that nothing is kept."""
+    """Folder of the file; None if it cannot be written, or others can write to it, so that nothing is kept."""
     name: str
     """Name of the file."""
     version: tuple[int, int, int] | None = None
@@ -47,17 +56,21 @@ class Remembered:
         name = f"{identity}-{capability[0]}.{capability[1]}.sizes"
         try:
             folder = cache_folder()
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            is_ours = _is_ours(folder)
         except (OSError, RuntimeError):  # a home that cannot be written, or a user without one
             return cls(None, name)
-        if not os.access(folder, os.W_OK):
+        if not is_ours or not os.access(folder, os.W_OK):
             return cls(None, name)
         try:
-            first, *lines = (folder / name).read_text(encoding="utf-8").splitlines()
+            first, *lines = reading.text(folder / name, most_bytes=_MOST_BYTES).splitlines()
+            if _VERSION.fullmatch(first) is None:
+                raise ValueError(f"{first[:40]!r} is not a version")
             major, minor, patch = map(int, first.split())
             answers = (line.rpartition(" ") for line in lines)
             return cls(folder, name, (major, minor, patch), {text: sizes_of(sizes) for text, _, sizes in answers})
-        except (OSError, ValueError):  # there is none yet, or it is not complete: it is written anew
+        except (OSError, ValueError):  # there is none yet, or it is damaged or not a file: it is written anew
             return cls(folder, name)
 
     def with_answers(self, version: tuple[int, int, int], found: Mapping[str, Sizes]) -> Remembered:
@@ -67,14 +80,17 @@ class Remembered:
         if self.folder is not None:
             kept = list(together.items())[-_MOST_ANSWERS:]
             lines = (" ".join(map(str, version)), *(f"{text} {written(sizes)}" for text, sizes in kept))
-            new = self.folder / f"{self.name}.{os.getpid()}"
-            try:
-                new.write_text("\n".join(lines) + "\n", encoding="utf-8")
-                new.replace(self.folder / self.name)
+            # If the disk is full, or another process removed the file, this process has the answers.
+            with contextlib.suppress(PlanFileError, OSError):
+                write_atomically(self.folder / self.name, "\n".join(lines) + "\n")
                 _drop_oldest(self.folder)
-            except OSError:  # the disk is full, or another process removed the file: this process has the answers
-                new.unlink(missing_ok=True)
         return result
+
+
+def _is_ours(folder: pathlib.Path) -> bool:
+    """True if only this user can write to a folder, or its group: a library in it is loaded (`child`)."""
+    facts = folder.stat()
+    return not hasattr(os, "getuid") or (facts.st_uid == os.getuid() and not facts.st_mode & stat.S_IWOTH)
 
 
 def _drop_oldest(folder: pathlib.Path) -> None:
