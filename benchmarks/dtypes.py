@@ -7,9 +7,9 @@ the same calls on fakes with the rehearsal's own check (`refuse_arguments`).
     pip install expecttest                 # PyTorch's test data base imports it
     python -m benchmarks.dtypes            # about a minute; prints one line for each op that differs, and a count
 
-A line that begins with `taken` is a gap: only the fake takes the call, and CUDA has no kernel for it either, or it is not
-known. A line that begins with `on CUDA` is no gap: PyTorch's data base says that CUDA has a kernel for this dtype, and a
-CPU has none. That is known for ops with one tensor. A line that begins with `refused` is a call that only the rehearsal
+A line that begins with `taken` is a gap: only the fake takes the call, and CUDA is not known to have a kernel for it. A
+line that begins with `on CUDA` is no gap: PyTorch's data base says that CUDA has a kernel for this dtype, and a CPU has
+none. That is known for ops with one tensor. A line that begins with `refused` is a call that only the rehearsal
 refuses; products of whole numbers are such calls, because CUDA refuses them and a CPU does not.
 """
 

@@ -67,6 +67,17 @@ RULES: dict[Any, _Rule] = {
     **dict.fromkeys((_aten.mul_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default), _IN_PLACE),
     **dict.fromkeys((_aten.sub.Tensor, _aten.sub_.Tensor, _aten.rsub.Tensor), _Rule(no_mask=(0, 1))),
     **dict.fromkeys((_aten.sub.Scalar, _aten.rsub.Scalar), _Rule(no_mask=(0,))),
+    **dict.fromkeys(
+        (
+            *(_aten.ceil.default, _aten.ceil_.default, _aten.floor.default, _aten.floor_.default),
+            *(_aten.trunc.default, _aten.trunc_.default, _aten.threshold.default, _aten.threshold_.default),
+            *(_aten.argmax.default, _aten.argmin.default, _aten.topk.default),
+            *(_aten.median.default, _aten.median.dim, _aten.nanmedian.default, _aten.nanmedian.dim),
+            *(_aten.avg_pool2d.default, _aten.avg_pool3d.default),
+            *(_aten.max_pool2d_with_indices.default, _aten.max_pool3d_with_indices.default),
+        ),
+        _Rule(no_mask=(0,)),
+    ),
     **dict.fromkeys((_aten._cdist_forward.default, _aten.linalg_cross.default), _Rule(same=(0, 1), floating=(0,))),
     **dict.fromkeys((_aten.complex.default, _aten.polar.default, _aten.heaviside.default), _Rule(same=(0, 1))),
     **dict.fromkeys((_aten.index_add.default, _aten.index_add_.default), _INDEXED),
