@@ -1,16 +1,16 @@
 """Finds ops that fakes take with a dtype that PyTorch's kernels refuse.
 
 A rehearsal runs a step on fake tensors. If a fake takes what a kernel refuses, a step that cannot run gets a plan.
-This runs the ops of PyTorch's own test data base on a CPU, each with one tensor after another in another dtype, and
-the same calls on fakes with the rehearsal's own check (`refuse_arguments`).
+This runs the ops of PyTorch's own test database on a CPU, with the dtype of one tensor at a time changed, and the
+same calls on fakes with the rehearsal's own check (`refuse_arguments`).
 
-    pip install expecttest                 # PyTorch's test data base imports it
+    pip install expecttest                 # PyTorch's test database imports it
     python -m benchmarks.dtypes            # about a minute; prints one line for each op that differs, and a count
 
 A line that begins with `taken` is a gap: only the fake takes the call, and CUDA is not known to have a kernel for it. A
-line that begins with `on CUDA` is no gap: PyTorch's data base says that CUDA has a kernel for this dtype, and a CPU has
-none. That is known for ops with one tensor. A line that begins with `refused` is a call that only the rehearsal
-refuses; products of whole numbers are such calls, because CUDA refuses them and a CPU does not.
+line that begins with `on CUDA` is not a gap: PyTorch's database says that CUDA has a kernel for this dtype, and a CPU
+has none. This is known only for ops with one tensor. A line that begins with `refused` is a call that only the
+rehearsal refuses; products of whole numbers are such calls, because CUDA refuses them and a CPU does not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Checked(TorchDispatchMode):
 
 
 def calls() -> Iterator[tuple[str, Callable, Any, set[torch.dtype]]]:
-    """Yields (name, function, arguments, dtypes on CUDA) for the ops of PyTorch's test data base, also in place."""
+    """Yields (name, function, arguments, dtypes on CUDA) for PyTorch's test database, also of ops in place."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in op_db:
@@ -61,7 +61,10 @@ def calls() -> Iterator[tuple[str, Callable, Any, set[torch.dtype]]]:
 
 
 def variants(arguments: Any) -> Iterator[tuple[str, Any, torch.dtype | None]]:
-    """Yields the arguments with one tensor in another dtype, and this dtype if there is no other tensor."""
+    """Yields (description, arguments, dtype), where one tensor of the arguments has another dtype than in the database.
+
+    The dtype is None if there are other tensors.
+    """
     leaves, spec = tree_flatten(arguments)
     is_alone = sum(isinstance(leaf, torch.Tensor) for leaf in leaves) == 1
     for at, leaf in enumerate(leaves):
@@ -91,7 +94,7 @@ def is_taken(function: Callable, arguments: Any, *, fake: bool) -> bool:
 
 
 def compare() -> tuple[dict[str, list[str]], int]:
-    """Returns what differs, by 'taken NAME', 'on CUDA NAME' or 'refused NAME', and the number of compared calls."""
+    """Returns the calls that differ, by 'taken NAME', 'on CUDA NAME' or 'refused NAME', and the number of all calls."""
     found: dict[str, list[str]] = {}
     number = 0
     for name, function, arguments, on_cuda in calls():

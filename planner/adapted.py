@@ -53,7 +53,8 @@ def plan_or_adapt(
         watch: limits the time of planning, and receives its progress; None for no limit.
         plan_step: plans a step, as `pipeline.plan_workload` does for one card; None for that function.
         plan_fitting: returns None instead of a plan that does not fit; None for `plan_that_fits`, for one card.
-        plan_smallest: returns the plan of `plan_step` where none fits, and does not look for one; None for `plan_step`.
+        plan_smallest: returns what `plan_step` does if no plan fits, without a search for one that fits; None for
+            `plan_step`.
         adapters: the adapters to try, in this order.
 
     Raises:
@@ -89,11 +90,11 @@ def plan_or_adapt(
     if fitting is not None:
         return dataclasses.replace(fitting, fidelity=constraints.fidelity.name.lower())
     if plan_smallest is not None and constraints.fidelity == Fidelity.ADAPTED:
-        plan_step = plan_smallest  # no further technique is allowed, so that no plan fits
+        plan_step = plan_smallest  # the searches above had all techniques that are allowed: no plan fits
     plan = plan_step(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     if plan.shortfall is None:
         return plan
-    notes = (f"{adapter or 'adapters'} would not make a plan fit: {found}" for adapter, found in tried)
+    notes = (f"with {adapter or 'adapters'}, no plan was found that fits: {found}" for adapter, found in tried)
     return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 

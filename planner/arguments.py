@@ -15,6 +15,7 @@ from planner.workload.unsupported import is_coroutine_function
 Test = Callable[[Any], bool]
 
 _HUGE = 1 << 63
+"""Minimum of the whole numbers that do not fit into a signed 64-bit integer."""
 _DATA = ("model", "batch")
 """Arguments that may contain any numbers."""
 _LONGEST_SHOWN = 80
@@ -43,14 +44,14 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
-    """Returns what a list or the values of a dict contain; else the value itself."""
+    """Returns the items of a list or tuple, the values of a dict, or a tuple with any other value."""
     if isinstance(value, Mapping):
         return tuple(value.values())
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _is_huge(value: Any) -> bool:
-    """True for a whole number that overflows what counts bytes or seconds."""
+    """True for a whole number that is too large for a count of bytes or nanoseconds."""
     return _is_whole(value) and not -_HUGE < value < _HUGE
 
 

@@ -11,7 +11,10 @@ class PlannerError(Exception):
     """Base class of the planner's errors. The `plan` command prints `str(error)` on one line and exits with code 2."""
 
     def __str__(self) -> str:
-        """Returns the message on one line. It may repeat texts of others, which cannot control a terminal then."""
+        """Returns the message on one line, without characters that control a terminal.
+
+        A message may repeat the text of a file or of a library.
+        """
         return plain_line(super().__str__())
 
 
@@ -100,13 +103,13 @@ def broken_import(error: BaseException) -> str | None:
     if name is None:
         return None
     return (
-        f"{name} cannot be imported ({first_line(error)}): install it again, or unset the environment variables that "
-        "change it, such as PYTHONPATH"
+        f"{name} cannot be imported ({first_line(error)}): install it again, or unset environment variables that "
+        "change what Python imports, such as PYTHONPATH"
     )
 
 
 def _imported(error: BaseException) -> str | None:
-    """Returns the name of the library whose import raised an error; None if another thing than an import failed."""
+    """Returns the name of the library whose import raised an error; None for any other error."""
     if isinstance(error, SyntaxError) and error.filename is not None:  # a file of a library is damaged
         return pathlib.PurePath(error.filename).parent.name or None
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -133,7 +133,7 @@ def plan_fewest_cards(
         why = (
             f"a batch of {counted(samples, 'sample')} cannot be divided evenly among them; give a batch that can"
             if samples % more
-            else "plan for them with --cards and their number"
+            else f"plan for them with --cards {more} (cards={more} in Python)"
         )
         notes.append(f"{_cards(more)} were not tried: {why}")
     elif too_few:

@@ -120,7 +120,7 @@ def _search_ways(
 ) -> tuple[Plan | None, Plan | None]:
     """Return the fastest plan of all ways to divide the model, and the smallest plan of the way that divides the most.
 
-    The first is None if no plan fits. The second is None unless no plan fits and it is asked for with `or_smallest`.
+    The first is None if no plan fits. The second is None if a plan fits, or if `or_smallest` is False.
 
     Raises:
         BudgetError: as for `plan_sharded`, with `or_smallest`.
@@ -315,8 +315,8 @@ def _loss_notes(workload: Workload) -> tuple[str, ...]:
         return ()
     return (
         "the loss function is assumed to be a mean over samples: if it is a mean over something else, or a sum, the "
-        "losses of the cards need other weights: pass loss_weight to rewrite.apply, or another function loss_terms to "
-        "training_step of an emitted file",
+        "losses of the cards need other weights: pass loss_weight to rewrite.apply, or your own function as loss_terms "
+        "to training_step of an emitted file",
     )
 
 

@@ -118,7 +118,7 @@ def with_links(
 
 
 def link_of(card: DeviceProfile) -> str:
-    """Returns the name of the fastest link of a card that `links.toml` has: PCIe, unless it lists the card."""
+    """Returns the name of the link that `links.toml` lists for a card; PCIe if it lists none."""
     patterns = ((name, pattern) for name, row in _table().items() for pattern in row["cards"])
     return next((name for name, pattern in patterns if fnmatch.fnmatch(card.name, pattern)), _PCIE)
 

@@ -90,7 +90,7 @@ FAULTS = (
         path="planner/cli/options.py",
         old='        print(message, end="", file=file or sys.stderr)',
         new="        super()._print_message(message, file)",
-        tests=("tests/cli/test_odd_processes.py::test_help_that_cannot_be_written_is_no_answer[words1]",),
+        tests=("tests/cli/test_odd_processes.py::test_help_that_cannot_be_written_is_an_error[words1]",),
         why="exit code 0 although nothing was written",
     ),
     Fault(
@@ -118,7 +118,7 @@ FAULTS = (
         old="name not in _SIZES or _is_size(text)",
         new="True",
         tests=("tests/cli/test_odd_processes.py::test_the_report_is_printed_whatever_the_number_of_columns",),
-        why="rich fails at a size of the terminal that is no number",
+        why="rich fails at a size of the terminal that is not a number",
     ),
     # ---- batches, loaders, and what is kept
     Fault(
@@ -130,7 +130,7 @@ FAULTS = (
             "tests/workload/test_unsupported.py::test_a_parameter_whose_class_holds_other_tensors_is_refused",
             "tests/workload/test_unsupported.py::test_unusual_batches_are_refused_by_name[a wrapper]",
         ),
-        why="the memory of a tensor that holds two tensors is that of one",
+        why="only one of two tensors that a tensor holds is counted",
     ),
     Fault(
         name="batch-in-itself",
@@ -146,7 +146,7 @@ FAULTS = (
         old="        except BaseException as error:  # the user's code",
         new="        except Exception as error:  # the user's code",
         tests=("tests/workload/test_batch_source.py::test_a_loader_that_raises_anything_midway_is_named",),
-        why="an exit code stands in for the reason of a loader",
+        why="the error has an exit code instead of the reason why the loader failed",
     ),
     Fault(
         name="loader-without-a-time-limit",
@@ -154,7 +154,7 @@ FAULTS = (
         old="worst_case=self.worst_case, watch=watch)",
         new="worst_case=self.worst_case)",
         tests=("tests/workload/test_batch_source.py::test_a_loader_that_does_not_return_ends_with_the_time_limit",),
-        why="a data loader that waits is waited for without end",
+        why="planning does not end if a data loader does not return",
     ),
     Fault(
         name="remembered-without-a-limit",
@@ -211,6 +211,6 @@ FAULTS = (
         old="        return plain_line(super().__str__())",
         new="        return super().__str__()",
         tests=("tests/system/test_wrong_arguments.py::test_each_argument_is_taken_or_refused_in_one_line",),
-        why="a text of others controls the terminal or fills it",
+        why="the text of a file or of a library controls the terminal or fills it",
     ),
 )

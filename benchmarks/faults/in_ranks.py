@@ -154,7 +154,7 @@ FAULTS = [
         old="        copies = [graph.ops[index] for buffer in more for index in touching[buffer]]",
         new="        copies: list[Op] = []",
         tests=(f"{_KEPT}::test_any_kept_units_have_the_predicted_peak",),
-        why="experts that stay gathered, divided along another dimension than the first one, are not counted",
+        why="experts that stay gathered are not counted if they are divided along another dimension than the first one",
     ),
     Fault(
         name="kept-units-cost-nothing-to-gather",
@@ -378,7 +378,7 @@ FAULTS = [
         old="in (_PCIE, link_of(card)):",
         new="in (*_table(), link_of(card)):",
         tests=(f"{_REFUSALS}::test_a_note_says_that_a_card_is_not_known_to_have_the_link",),
-        why="a step time is predicted for a link that the card cannot have, without a word",
+        why="no note says that the step time is that of a link which the card cannot have",
     ),
     Fault(
         name="cards-divide-adapters-on-4-bits",
@@ -394,7 +394,7 @@ FAULTS = [
         old="if isinstance(last, TimeLimitError) or len(",
         new="if isinstance(last, StepError) or len(",
         tests=(f"{_PLANS}::test_parameters_that_the_loss_does_not_use_are_refused_with_a_way_out",),
-        why="of the reasons why no way to divide a model can be planned, the user reads only the last",
+        why="the error has only the last of the reasons why no way to divide the model can be planned",
     ),
     Fault(
         name="cards-name-no-unused-parameter",
@@ -417,7 +417,7 @@ FAULTS = [
         path="planner/adapted.py",
         old="        plan_step = plan_smallest  #",
         new="        pass  #",
-        tests=(f"{_REFUSALS}::test_adapters_are_no_relaxation_where_they_are_allowed_and_no_search_is_repeated",),
+        tests=(f"{_REFUSALS}::test_adapters_that_are_allowed_are_in_notes_and_no_search_is_repeated",),
         why="all ways to divide the model are searched a second time",
     ),
 ]

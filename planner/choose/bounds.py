@@ -44,7 +44,7 @@ class Bounds:
     def may_fit_without_recompute(self, decisions: tuple[Decision, ...], budget_bytes: int) -> bool:
         """False if a step that recomputes nothing is not worth a rehearsal, because it will probably exceed the budget.
 
-        A lower precision halves the activations at most.
+        A lower precision at most halves the activations, so half of those of the baseline are counted.
         """
         return self.lower_bound_bytes(decisions) + self.activation_bytes // 2 <= budget_bytes
 

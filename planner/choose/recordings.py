@@ -42,7 +42,7 @@ _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
 
 
 def runs_to_shorten(workload: Workload) -> tuple[LayerRun, ...]:
-    """Returns the runs of layers of which recordings may have only a few."""
+    """Returns the runs of identical layers of which a recording may have only a few."""
     if workload.gradient_names is not None:
         return ()
     if any(way.divides_parameters_by == 1 for way in workload.sharding):
@@ -77,8 +77,8 @@ class Recordings:
         """
         self._runs, self._are_alike = runs, are_alike
         self._trial: tuple[_Key, Child] | None = None
-        """The first recording that is to be lengthened, and one of the same step with one more layer of each run. None
-        before it is started, and after the two were compared."""
+        """Key of the first recording that is lengthened, and the child that records the same step with one more layer
+        of each run. None before that child starts, and after the two were compared."""
         self._is_tried = False
         self._start, self._start_update = start, start_update
         self._finish = finish
@@ -266,7 +266,7 @@ class Recordings:
     def _compare_with_one_more_layer(self) -> None:
         """Decides whether recordings can be lengthened.
 
-        The first of them, lengthened by one layer of each run, must be the recording of a model that has this layer.
+        The first of them, lengthened by one layer of each run, must equal the recording of a model that has this layer.
         This shows whether anything outside of the layers depends on their number.
         """
         assert self._trial is not None
@@ -285,12 +285,13 @@ class Recordings:
             self._recorded[part] = graph
 
     def _record_all_layers(self) -> None:
-        """From now on, all layers are recorded, because a recording could not be lengthened."""
+        """Record all layers from now on, because a recording could not be lengthened."""
         self._runs = ()
         self.close()
 
 
 def _with_layers(graph: StepGraph, runs: Iterable[LayerRun]) -> StepGraph | None:
+    """Returns a recording with all layers of the runs; None if it cannot be lengthened."""
     longer: StepGraph | None = graph
     for run in runs:
         longer = longer and lengthened(longer, run)

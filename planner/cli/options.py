@@ -53,7 +53,7 @@ class Arguments(argparse.ArgumentParser):
         raise WorkloadError(f"{message}; see plan --help")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print the text of --help or --version. argparse's own method hides that it cannot be written."""
+        """Print the text of --help or --version. argparse's own method ignores an `OSError`."""
         print(message, end="", file=file or sys.stderr)
 
 

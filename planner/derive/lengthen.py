@@ -293,7 +293,7 @@ class _Lengthening:
 
     def _op(self, index: int, layer: int | None) -> Op:
         op, owner = self._graph.ops[index], self._ops.owners[index]
-        # What belongs to no layer must not read what each layer has, such as a sum over all layers does.
+        # An op that belongs to no layer must not read a tensor of each layer, as a sum over all layers does.
         is_shared = owner is None and self._ticks.begin < op.tick < self._ticks.end
 
         def storages(indices: tuple[int, ...]) -> tuple[int, ...]:
@@ -360,7 +360,7 @@ class _Lengthening:
         """Returns the index in the longer recording of what an item of a layer, or of its copy, refers to.
 
         Args:
-            is_shared: True if the item belongs to no layer and may refer to the ends of the run only.
+            is_shared: True if the item belongs to no layer and may refer only to layers at the ends of the run.
         """
         named = owned.owners[index]
         if named is None:

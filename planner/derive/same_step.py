@@ -9,12 +9,14 @@ def is_same_step(graph: StepGraph | None, other: StepGraph) -> bool:
     """True if both recordings have the same events, from the first op of the forward to the update.
 
     Ticks are compared relative to that op, because what comes before it, such as the creation of optimizer state, may
-    differ. The time at which the update begins must be known in both. False if there is no recording.
+    differ. Both recordings must have an `update_tick`. False if `graph` is None.
     """
     return graph is not None and _Step(graph).events() == _Step(other).events()
 
 
 class _Step:
+    """A recording whose ticks are relative to the first op of the forward."""
+
     def __init__(self, graph: StepGraph) -> None:
         self._graph, self._end = graph, graph.update_tick or 0
         self._ops = [op for op in graph.ops if op.phase is not Phase.SETUP and op.tick < self._end]
@@ -45,7 +47,7 @@ class _Step:
         )
 
     def _at(self, tick: int | None) -> int | None:
-        """Returns a tick relative to the start of the forward; what comes before it, or after the step, is one tick."""
+        """Returns a tick relative to the start of the forward: 0 for earlier ticks, the update's for later ones."""
         return None if tick is None else min(max(tick, self._start), self._end) - self._start
 
     def _op(self, op: Op) -> tuple[object, ...]:

@@ -30,8 +30,8 @@ class Constraints:
     margin: str | int | None = None
     """The part of the card that the plan leaves free, as for `sizes.margin_bytes`; None for the default."""
     asked_by: tuple[tuple[str, str], ...] = ()
-    """Techniques that another option than `--force` forces, by `Decision.kind`, each with that option: errors name it,
-    as in ('8bit-optimizer', '--optimizer adamw_8bit')."""
+    """Techniques (`Decision.kind`) that an option other than `--force` forces, each with that option, such as
+    ('8bit-optimizer', '--optimizer adamw_8bit'). Errors name the option."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forced", known_kinds(self.forced))
@@ -58,7 +58,7 @@ class Constraints:
         return any(kind.kind in self.forced for kind in kinds_of(technique))
 
     def why_forced(self, technique: type[Decision]) -> tuple[str, str]:
-        """Returns for an error why a technique has to be used, and what to do if it cannot be."""
+        """Returns two texts for an error: why a technique has to be used, and what to do if it cannot be used."""
         option = dict(self.asked_by).get(technique.kind)
         if option is None:
             return f"{technique.kind} is forced", f"do not force {technique.kind}"

@@ -247,7 +247,7 @@ class Shard(Decision):
         if other.steps_in_backward:
             return "step-in-backward uses each gradient before those of the other cards are added to it"
         if other.eight_bit_state and self.way != "ddp":
-            return "it cannot be planned with divided parameters or optimizer state (--sharding ddp divides neither)"
+            return "8-bit state cannot be planned if parameters or state are divided (--sharding ddp divides neither)"
         if self.way == "own" and other.needs_plain_tensors:
             return f"{other.kind} does not take the DTensors into which your function may turn parameters"
         return None

@@ -296,7 +296,7 @@ class RunChange:
 
 
 MOST_SAMPLES = 10**7
-"""Maximum number of samples of a run: each is shuffled, which takes about a minute then."""
+"""Maximum number of samples of a run. To shuffle this number of samples takes about a minute."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

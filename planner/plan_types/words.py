@@ -32,7 +32,7 @@ Techniques = Technique | Sequence[Technique]
 """One technique or several."""
 
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp"]
-"""A way in which several cards train one model, from the one that divides least to the one that divides most."""
+"""A way in which several cards train one model. The ways are ordered by how much they divide among the cards."""
 
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 
@@ -81,7 +81,7 @@ def counted(number: int, noun: str, *, with_commas: bool = False) -> str:
 
 
 def unknown_sharding(value: str) -> str:
-    """Returns the message for a text that is no `Sharding`."""
+    """Returns the message for a text that is not a `Sharding`."""
     return (
         f"sharding '{value[:40]}' is unknown: choose from {', '.join(SHARDINGS)}, or leave it out; tensor parallelism "
         "needs a function of your own (parallelize in Python, --parallelize on the command line)"

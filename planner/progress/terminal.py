@@ -1,4 +1,4 @@
-"""Makes rich's consoles, whatever the environment says about the size of the terminal."""
+"""Creates rich's consoles, also if environment variables have sizes of the terminal that are not valid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_DIGITS = 6
 
 
 def console(*, least_columns: int = 1, **settings: Any) -> Console:
-    """Return a console with rich's settings, in which sizes of the environment that are not numbers do not count.
+    """Return a console with rich's settings, which ignores sizes in environment variables that are not numbers.
 
     rich fails at some of them, such as `COLUMNS=\N{SUPERSCRIPT TWO}`.
 

@@ -155,7 +155,7 @@ _MOST_UNUSED_NAMED = 3
 def _names_of_unused(message: str, model: torch.nn.Module) -> str:
     """Returns the names of the parameters that DistributedDataParallel counts as unused, after a colon.
 
-    Its message has their numbers among the trained parameters of the model.
+    PyTorch's message has only their positions among the trained parameters of the model.
     """
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

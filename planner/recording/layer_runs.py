@@ -23,7 +23,8 @@ their neighbors, and the ends of the run, whose steps may differ: the first laye
 input."""
 
 KEPT_WHEN_GATHERED = 8
-"""The same number if FSDP2 gathers the parameters of each layer, which it does during the steps of two others."""
+"""Number of layers of a run that are rehearsed if FSDP2 gathers the parameters of each layer: it does so during the
+steps of two other layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class LayerRun:
 
     @property
     def copied(self) -> int:
-        """Position of the layer, of those that are rehearsed, that the layers that are left out are copies of.
+        """Position of the rehearsed layer that is copied for each layer that is left out.
 
         It is the first of the two in the middle.
         """
@@ -71,7 +72,7 @@ class LayerRun:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _position(container: str, path: str) -> tuple[int, str] | None:
-    """Returns `LayerRun.position`. A recording names the same paths again and again."""
+    """Returns `LayerRun.position`. Results are cached, because recordings name the same paths many times."""
     start = f"{container}." if container else ""
     number, _, _ = path.removeprefix(start).partition(".")
     if not path.startswith(start) or not re.fullmatch("[0-9]+", number):
@@ -128,7 +129,7 @@ def _shares_tensors(container: torch.nn.Module) -> bool:
 
 
 def shorten(model: torch.nn.Module, runs: Sequence[LayerRun]) -> None:
-    """Remove the layers of each run after those that are rehearsed from the model, in place."""
+    """Remove from the model, in place, the layers of each run that are not rehearsed."""
     for run in runs:
         container = model.get_submodule(run.container)
         assert isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential))

@@ -43,7 +43,7 @@ class _Arguments(argparse.ArgumentParser):
         raise SnapshotError(f"{message}; see python -m planner.snapshot --help")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print the text of --help. argparse's own method hides that it cannot be written."""
+        """Print the text of --help. argparse's own method ignores an `OSError`."""
         print(message, end="", file=file or sys.stderr)
 
 
@@ -132,7 +132,7 @@ def _marks(console: Console) -> dict[bool, str]:
 
 
 def _table(*headers: str, **settings: Any) -> Table:
-    """Returns an empty table. rich is imported here, so that a broken installation of it is one line."""
+    """Returns an empty table. rich is imported here, so that an error of its import is shown in one line."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

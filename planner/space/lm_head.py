@@ -26,10 +26,10 @@ _MOST_CHUNKS = 64
 _SMALLEST_LOGITS_BYTES = 1 << 20
 """Minimum size of fp32 logits for which chunks are considered."""
 WHY_NO_CHUNKS = (
-    f"no linear layer's output of {format_size(_SMALLEST_LOGITS_BYTES)} or more in fp32 goes straight into a cross "
-    "entropy"
+    f"no linear layer has an output of at least {format_size(_SMALLEST_LOGITS_BYTES)} in fp32 that goes straight into "
+    "a cross entropy"
 )
-"""Why the loss cannot be computed in chunks if `loss_in_chunks` returns None."""
+"""Reason why the loss cannot be computed in chunks if `loss_in_chunks` returns None."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

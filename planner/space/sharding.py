@@ -98,7 +98,10 @@ def _mesh_advice(count: int) -> str:
     """Returns what to give instead of a mesh that does not have this number of cards."""
     sizes = [size for size in range(2, min(count // 2, CARDS_PER_NODE) + 1) if not count % size]
     if not sizes:
-        return "leave the mesh out: no number of copies divides the cards evenly with two or more cards for each copy"
+        return (
+            f"leave the mesh out: {count} cards cannot be divided evenly into two or more copies of 2 to "
+            f"{CARDS_PER_NODE} cards"
+        )
     return f"give the number of copies and the cards for each copy, such as {count // sizes[-1]}x{sizes[-1]}"
 
 
@@ -159,8 +162,8 @@ def several_cards(
     elif isinstance(mesh, Mapping):
         raise WorkloadError(
             "a mesh whose dimensions have names is for a function of yours, which divides the model by tensor "
-            "parallelism, for example: give it with parallelize (--parallelize FILE.py:FUNCTION), or give the mesh as "
-            "numbers of copies and of cards for each copy, such as 2x4"
+            "parallelism, for example: give that function with parallelize (--parallelize FILE.py:FUNCTION), or give "
+            "the mesh as numbers of copies and of cards for each copy, such as 2x4"
         )
     return Cards(
         count=int(count) if is_number else 2,

@@ -129,10 +129,10 @@ class Budget:
             )
         can_be_divided = bool(sharding) and not any(map(is_quantized, parameters.values()))
         if card.outside_bytes >= self.usable_bytes:
-            way_out = ": the context exceeds the budget without a model"
+            way_out = ": the CUDA context alone takes the whole budget"
             if sharding:
                 outside = format_size(card.outside_bytes)
-                way_out = f": more cards would not help, because context and NCCL take {outside} of each"
+                way_out = f": more cards would not help, because the CUDA context and NCCL take {outside} on each"
         elif not can_be_divided or whole_bytes + card.outside_bytes >= self.usable_bytes:
             way_out = ", or a smaller model"
         else:

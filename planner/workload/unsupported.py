@@ -28,7 +28,7 @@ _WAYS_OUT = {
 }
 """Advice on tensors that cannot be rehearsed, by layout."""
 _MOST_DEPTH = 100
-"""Maximum number of lists, tuples and dicts of a batch inside of one another."""
+"""Maximum depth to which lists, tuples and dicts of a batch are nested."""
 
 
 _PARTS = {
@@ -197,11 +197,13 @@ def _refuse_kind(name: str, tensor: torch.Tensor) -> None:
             "whole numbers with .int_repr()"
         )
     if str(dtype).startswith("torch.bits"):
-        raise WorkloadError(f"{name} has dtype {dtype}, with which PyTorch does not compute: convert it with .view()")
+        raise WorkloadError(
+            f"{name} has dtype {dtype}, with which PyTorch does not compute: convert it with .view(dtype)"
+        )
 
 
 def _holds_others(tensor: torch.Tensor) -> bool:
-    """True if the class of a tensor runs code of its own for each op, as one does that holds other tensors."""
+    """True if the class of a tensor runs code of its own for each op, as classes that hold other tensors do."""
     dispatch = getattr(type(tensor), "__torch_dispatch__", None)
     plain = torch.Tensor.__torch_dispatch__
     is_known = isinstance(tensor, (FakeTensor, NestedTensor)) or type(tensor).__name__ == "DTensor"

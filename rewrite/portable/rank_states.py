@@ -64,18 +64,21 @@ def refuse_other_model(model):
 
 
 def refuse_to_replace(folder, resumed):
-    """Exit if a folder has the checkpoint of another training than the one that is resumed from a folder or None."""
+    """Exit if a folder has a checkpoint, unless the training resumes from this folder.
+
+    resumed: the folder from which the training resumes, or None.
+    """
     if not os.path.isfile(os.path.join(folder, ".metadata")):
         return
     if resumed is None or not os.path.samefile(folder, resumed):
-        raise SystemExit(f"{folder} has a checkpoint already: give another folder, or continue it with --resume")
+        raise SystemExit(f"{folder} has a checkpoint already: give another folder, or --resume {folder} to continue it")
 
 
 def save_checkpoint(folder, model, optimizer, step, **others):
     """Save the training to a folder. All processes call this, and each writes its own part.
 
-    A tensor that each process has whole, such as a buffer, is saved by rank 0, also if other ranks have other values. A
-    checkpoint that is in the folder is replaced. If a process ends while it saves, neither of the two can be loaded.
+    A tensor that each process has whole, such as a buffer, is saved by rank 0, even if other ranks have other values. A
+    checkpoint in the folder is replaced: if a process ends while it saves, neither the old nor the new can be loaded.
 
     others: more objects with a state dict, such as scheduler=scheduler.
     """

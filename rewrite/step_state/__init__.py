@@ -179,10 +179,10 @@ def _refuse_mismatch(
 
 
 def _copy_shared_tensors(optimizer_state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Copy the tensors in host memory that the optimizer shares with `optimizer_state`, and those that share memory.
+    """Copy the optimizer's tensors that share memory with `optimizer_state`, with a parameter or with one another.
 
-    `load_state_dict` does not copy them, so that training would change the saved state. On any device, tensors that
-    share memory with a parameter, with one another or in themselves would be updated together.
+    `load_state_dict` does not copy tensors in host memory, so that training would change the saved state. On any
+    device, tensors that share memory would be updated together, and so would the elements of an expanded tensor.
     """
     shared = {id(value) for state in optimizer_state["state"].values() for value in state.values()}
     used = {_memory_of(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -199,13 +199,14 @@ def _copy_shared_tensors(optimizer_state: Mapping[str, Any], optimizer: torch.op
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    """Return the address of the storage of a tensor; None without elements, or for a class that holds other tensors."""
+    """Return the address of the storage of a tensor; None if it has no elements, or may hold other tensors."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
         return None
     return tensor.untyped_storage().data_ptr()
 
 
 def _has_too_little_memory(tensor: torch.Tensor) -> bool:
+    """True if elements of a tensor share memory, as those of an expanded tensor do."""
     return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 

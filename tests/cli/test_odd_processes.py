@@ -108,7 +108,7 @@ def test_streams_that_are_closed_or_full(shell, code, tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["explain", "--help"]])
-def test_help_that_cannot_be_written_is_no_answer(words):
+def test_help_that_cannot_be_written_is_an_error(words):
     found = run(*words, shell='"$@" > /dev/full', PYTHONUNBUFFERED="1")
     assert found.returncode == 2
     assert found.stderr == "plan: the answer cannot be written to standard output: No space left on device\n"

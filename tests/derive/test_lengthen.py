@@ -76,7 +76,7 @@ def model(name: str, batch_size: int = 4, **others) -> Workload:
 
 
 def on_cards(work: Workload, cards: Cards) -> Workload:
-    """Returns the step of one card in the way that divides most."""
+    """Returns the step of one of the cards, with the sharding that divides the most."""
     return smallest_way(work, BARE, cards)[0]
 
 

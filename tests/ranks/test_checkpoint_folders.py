@@ -28,7 +28,7 @@ def build():
 
 
 class Started(Exception):
-    """The process group would be started."""
+    """Raised where an emitted file would start the process group."""
 
 
 def emitted_file(folder: pathlib.Path, way: str) -> pathlib.Path:
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_replaced_only_by_the_training_that_continues_it(monkeyp
     for folder in (first, second):
         folder.mkdir()
         (folder / ".metadata").touch()
-    refusal = f"{first} has a checkpoint already: give another folder, or continue it with --resume"
+    refusal = f"{first} has a checkpoint already: give another folder, or --resume {first} to continue it"
     assert main_refuses(monkeypatch, path, "--checkpoint", first) == refusal
     assert main_refuses(monkeypatch, path, "--checkpoint", first, "--resume", second) == refusal
     assert main_refuses(monkeypatch, path, "--checkpoint", f"{second}/../first/", "--resume", first) is None

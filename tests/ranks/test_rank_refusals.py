@@ -1,4 +1,4 @@
-"""What is refused or noted for several cards names the reason, and a way out that the reader has."""
+"""Refusals and notes for several cards name the reason, and a way out that the reader can take."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_more_cards_are_not_advised_for_a_budget_below_the_context_and_nccl():
     assert "more cards would not help" in text and "or more cards" not in text
     assert "NCCL's buffers for the link pcie 160.0 MiB (reported by others or assumed: profiles/links.toml)" in text
     alone = refusal(llama(1), TOGETHER.context_bytes, card=profiles.load("rtx-3090"))
-    assert alone.endswith("the context exceeds the budget without a model") and "NCCL" not in alone
+    assert alone.endswith("the CUDA context alone takes the whole budget") and "NCCL" not in alone
 
 
 def test_a_way_out_makes_the_model_smaller_on_each_card():
@@ -127,7 +127,7 @@ def test_an_optimizer_that_asks_for_8_bits_is_named_instead_of_a_technique(tmp_p
 # ---- relaxations --------------------------------------------------------------------------------------------------
 
 
-def test_adapters_are_no_relaxation_where_they_are_allowed_and_no_search_is_repeated():
+def test_adapters_that_are_allowed_are_in_notes_and_no_search_is_repeated():
     shortfall = Shortfall(missing_bytes=1, binding="parameters", binding_bytes=1, next_step=None)
     plan = dataclasses.replace(Plan.load(SAVED), shortfall=shortfall, notes=())
     asked = []
@@ -147,7 +147,7 @@ def test_adapters_are_no_relaxation_where_they_are_allowed_and_no_search_is_repe
     assert asked == ["fitting"] * 3 + ["smallest"]
     assert found.shortfall.relaxations == ()
     assert len(found.notes) == 2
-    assert all("would not make a plan fit: not enough on its own" in note for note in found.notes)
+    assert all("no plan was found that fits: not enough on its own" in note for note in found.notes)
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def _overlapping(entry: dict, parameter: torch.Tensor) -> None:
 @pytest.mark.parametrize("share", [_aliased, _live, _expanded, _overlapping])
 @pytest.mark.parametrize("is_host", [True, False])
 def test_tensors_that_share_memory_are_separate_after_loading(share, is_host):
-    """A CPU copies all tensors of the state. `is_host` False leaves that out, as where the state is on the card."""
+    """All tensors of a state in host memory are copied. `is_host` False stands for a state on the card."""
     parameters = [torch.nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     for parameter in parameters:

@@ -53,8 +53,8 @@ PLACES = {_aten.scatter.value, _aten.scatter.src}
 
 
 _MOST_READ = 2**30
-"""Maximum number of elements of a tensor that an op reads on the host, which takes about a second. A tensor with one
-value everywhere may have any number."""
+"""Maximum number of elements of a tensor that an op reads on the host; reading them takes about a second. A tensor that
+repeats one value (`expand`) can have any number of elements in a few bytes."""
 
 
 def takes_long(arguments: object) -> bool:

@@ -19,7 +19,7 @@ from planner.workspaces.cudnn.convolution import Sizes, sizes_of, written
 _MOST_ANSWERS = 20_000
 """Maximum number of answers that a file keeps, about 2 MB. The oldest are dropped."""
 _MOST_BYTES = 8 << 20
-"""Maximum size of a file of answers. A larger one is not ours."""
+"""Maximum size of a file of answers in bytes. The planner did not write a larger one."""
 _VERSION = re.compile(r"[0-9]{1,4} [0-9]{1,4} [0-9]{1,4}")
 _MOST_FILES = 24
 """Maximum number of files that the folder keeps. The oldest are removed."""
@@ -36,7 +36,7 @@ class Remembered:
     """The answers of one libcudnn for the cards of one compute capability."""
 
     folder: pathlib.Path | None
-    """Folder of the file; None if it cannot be written, or others can write to it, so that nothing is kept."""
+    """Folder of the file; None if it cannot be written, or not `_is_ours`, so that nothing is kept."""
     name: str
     """Name of the file."""
     version: tuple[int, int, int] | None = None
@@ -80,7 +80,7 @@ class Remembered:
         if self.folder is not None:
             kept = list(together.items())[-_MOST_ANSWERS:]
             lines = (" ".join(map(str, version)), *(f"{text} {written(sizes)}" for text, sizes in kept))
-            # If the disk is full, or another process removed the file, this process has the answers.
+            # If the disk is full, or another process removed the file, this process still has the answers.
             with contextlib.suppress(PlanFileError, OSError):
                 write_atomically(self.folder / self.name, "\n".join(lines) + "\n")
                 _drop_oldest(self.folder)
@@ -88,7 +88,7 @@ class Remembered:
 
 
 def _is_ours(folder: pathlib.Path) -> bool:
-    """True if only this user can write to a folder, or its group: a library in it is loaded (`child`)."""
+    """True if this user owns a folder, and not everybody can write to it. `child` loads a library from this folder."""
     facts = folder.stat()
     return not hasattr(os, "getuid") or (facts.st_uid == os.getuid() and not facts.st_mode & stat.S_IWOTH)
 
