@@ -27,7 +27,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.recording.layer_runs import takes_the_same_ops
+from planner.recording.layer_runs import is_uniform
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.space.by_sample import BySampleCheck, StartForward
 from planner.space.carried_state import carried_state
@@ -96,7 +96,7 @@ class PlanningSession:
             self._with_workspaces,
             is_last_different=any(way.keeps_whole_gradients for way in workload.sharding),
             runs=runs_to_shorten(workload),
-            are_alike=functools.cache(lambda run: takes_the_same_ops(self.baseline_graph, run)),
+            are_alike=functools.cache(lambda run: is_uniform(self.baseline_graph, run)),
         )
         self._candidates = Candidates(
             self._recordings,

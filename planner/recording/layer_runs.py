@@ -6,6 +6,7 @@ layer adds to the step, so that `planner.derive.lengthen` can put the others int
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import functools
@@ -136,6 +137,11 @@ def shorten(model: torch.nn.Module, runs: Sequence[LayerRun]) -> None:
         del container[run.first + run.kept : run.first + run.layers]
 
 
+def is_uniform(graph: StepGraph, run: LayerRun) -> bool:
+    """True if the recording of the whole model shows no difference between the layers of a run."""
+    return takes_the_same_ops(graph, run) and layers_are_called_alike(graph, run)
+
+
 def takes_the_same_ops(graph: StepGraph, run: LayerRun) -> bool:
     """True if all layers of a run take the same ops, on the same tensors of the rest of the model, in the recording of
     the whole model.
@@ -159,6 +165,42 @@ def takes_the_same_ops(graph: StepGraph, run: LayerRun) -> bool:
         and bool(first)
         and first == second
     )
+
+
+def layers_are_called_alike(graph: StepGraph, run: LayerRun) -> bool:
+    """True if nothing around the calls of the inner layers tells them apart, in the recording of the whole model.
+
+    From the call of one layer to that of the next, the same ops run, also those of the modules around the layers. After
+    the last layer, no op of the forward reads what an inner layer made. All inner layers have the same hooks, and the
+    same obstacles to recomputation.
+    """
+    described: dict[int, list[object]] = collections.defaultdict(list)
+    starts: dict[int, int] = {}
+    for call in graph.calls:
+        if (found := _position_in(run, call.module)) is not None:
+            position, rest = found
+            described[position].append((rest, call.obstacle, call.has_hooks))
+            if not rest:
+                starts.setdefault(position, call.start)
+    in_order = [starts.get(run.first + number, -1) for number in range(run.layers)]
+    if -1 in in_order or in_order != sorted(in_order):
+        return False
+    ticks = [op.tick for op in graph.ops]
+    _, *inner, last = [bisect.bisect_left(ticks, start) for start in in_order]
+    windows = [graph.ops[start:stop] for start, stop in itertools.pairwise((*inner, last))]
+    ops = {tuple((op.name, op.phase, op.shapes, op.dtype, repr(op.kernel)) for op in window) for window in windows}
+    made = {index for window in windows[:-1] for op in window for index in op.outputs}
+    after = itertools.takewhile(lambda op: op.phase is Phase.FORWARD, graph.ops[last:])
+    read = {index for op in after if _position_in(run, op.module) is None for index in op.inputs}
+    inner_calls = [described[run.first + number] for number in range(1, run.layers - 1)]
+    is_read_again = any(_is_made_from(graph, index, inner[0]) for index in made & read)
+    return len(ops) == 1 and not is_read_again and all(calls == inner_calls[0] for calls in inner_calls)
+
+
+def _is_made_from(graph: StepGraph, index: int, first_op: int) -> bool:
+    """True if a storage was made by an op from number `first_op` on."""
+    op = graph.storages[index].op
+    return op is not None and op >= first_op
 
 
 def _position_in(run: LayerRun, path: str) -> tuple[int, str] | None:
