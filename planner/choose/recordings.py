@@ -41,6 +41,19 @@ _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
 """Decisions and micro-batch sizes of a recording. Without sizes, it is a recording of the update alone."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Shortened:
+    """What is known about the runs of layers of which only a few are recorded. Copies of `Recordings` share it."""
+
+    runs: tuple[LayerRun, ...]
+    """The runs; empty if all layers are recorded."""
+    trial: tuple[_Key, Child] | None = None
+    """The first recording that is to be lengthened, and one of the same step with one more layer of each run. None
+    before it is started, and after the two were compared."""
+    is_tried: bool = False
+    """True as soon as the trial has been started."""
+
+
 def runs_to_shorten(workload: Workload) -> tuple[LayerRun, ...]:
     """Returns the runs of identical layers of which a recording may have only a few."""
     if workload.gradient_names is not None:
@@ -75,11 +88,7 @@ class Recordings:
             are_alike: says whether the layers of a run took the same ops in the recording of the baseline. It is called
                 when a recording is asked for.
         """
-        self._runs, self._are_alike = runs, are_alike
-        self._trial: tuple[_Key, Child] | None = None
-        """Key of the first recording that is lengthened, and the child that records the same step with one more layer
-        of each run. None before that child starts, and after the two were compared."""
-        self._is_tried = False
+        self._are_alike, self._shortened = are_alike, _Shortened(runs=runs)
         self._start, self._start_update = start, start_update
         self._finish = finish
         self._most_parts = 3 if is_last_different else 2
@@ -169,11 +178,11 @@ class Recordings:
 
     def close(self) -> None:
         """End the recordings that are still running."""
-        trial = [] if self._trial is None else [self._trial[1]]
+        trial = [] if self._shortened.trial is None else [self._shortened.trial[1]]
         for child in (*self._running.values(), *trial):
             child.end()
         self._running.clear()
-        self._trial = None
+        self._shortened.trial = None
 
     def _prefetch(self, key: _Key) -> None:
         step, update = self._parts(key)
@@ -204,11 +213,11 @@ class Recordings:
     def _begin(self, part: _Key) -> None:
         if part not in self._recorded and part not in self._running and part not in self._failed:
             if part[1] or self._start_update is None:
-                runs = self._runs if self._is_lengthened(part) else ()
+                runs = self._shortened.runs if self._is_lengthened(part) else ()
                 self._running[part] = self._start(*part, runs)
-                if runs and not self._is_tried:
+                if runs and not self._shortened.is_tried:
                     one_more = tuple(dataclasses.replace(run, kept=run.kept + 1) for run in runs)
-                    self._trial, self._is_tried = (part, self._start(*part, one_more)), True
+                    self._shortened.trial, self._shortened.is_tried = (part, self._start(*part, one_more)), True
             else:
                 self._running[part] = self._start_update(part[0])
 
@@ -230,7 +239,7 @@ class Recordings:
         """True if only a few of the identical layers are recorded."""
         decisions, sizes = key
         return (
-            bool(self._runs and sizes)
+            bool(self._shortened.runs and sizes)
             and self._start_update is not None
             and not has_role(decisions, Role.FREEZING)
             and not any(decision.steps_in_backward for decision in decisions)
@@ -241,7 +250,7 @@ class Recordings:
             raise self._failed[part]
         if part not in self._recorded:
             self._begin(part)
-            if self._trial is not None and self._is_lengthened(part):
+            if self._shortened.trial is not None and self._is_lengthened(part):
                 self._compare_with_one_more_layer()
                 return self._result(part)
             child = self._running.pop(part)
@@ -259,7 +268,7 @@ class Recordings:
     def _lengthened(self, child: Child) -> StepGraph | None:
         """Returns the recording of all layers; None if it cannot be known from those that were recorded."""
         try:
-            return _with_layers(child.result(), self._runs)
+            return _with_layers(child.result(), self._shortened.runs)
         except PlannerError:  # the model may need all its layers: if that is not the reason, the next recording says so
             return None
 
@@ -269,24 +278,29 @@ class Recordings:
         The first of them, lengthened by one layer of each run, must equal the recording of a model that has this layer.
         This shows whether anything outside of the layers depends on their number.
         """
-        assert self._trial is not None
-        part, one_more = self._trial
+        shortened = self._shortened
+        assert shortened.trial is not None
+        part, one_more = shortened.trial
         graph = None
-        if all(self._are_alike(run) for run in self._runs):
-            with contextlib.suppress(PlannerError):  # as in `_lengthened`
-                short = self._running.pop(part).result()
-                self._trial = None
-                by_one = _with_layers(short, [dataclasses.replace(run, layers=run.kept + 1) for run in self._runs])
-                if is_same_step(by_one, one_more.result()):
-                    graph = _with_layers(short, self._runs)
-        if graph is None:
-            self._record_all_layers()
-        else:
+        try:
+            if all(self._are_alike(run) for run in shortened.runs):
+                with contextlib.suppress(PlannerError):  # as in `_lengthened`
+                    short = self._running.pop(part).result()
+                    shortened.trial = None
+                    by_one = _with_layers(
+                        short, [dataclasses.replace(run, layers=run.kept + 1) for run in shortened.runs]
+                    )
+                    if is_same_step(by_one, one_more.result()):
+                        graph = _with_layers(short, shortened.runs)
+        finally:  # also if the time is up
+            if graph is None:
+                self._record_all_layers()
+        if graph is not None:
             self._recorded[part] = graph
 
     def _record_all_layers(self) -> None:
         """Record all layers from now on, because a recording could not be lengthened."""
-        self._runs = ()
+        self._shortened.runs = ()
         self.close()
 
 
