@@ -9,7 +9,7 @@ from planner.choose.recordings import Recordings, runs_to_shorten
 from planner.derive.graft_optimizer import graft_update
 from planner.derive.lengthen import lengthened
 from planner.plan_types.decisions import Accumulation, Optimizer, Precision, ShardedPrecision
-from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs, takes_the_same_ops
+from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, is_uniform, layer_runs, takes_the_same_ops
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.rewrite.rehearse import certifying_graph, start_rehearsal, start_update
 from planner.sharded import smallest_way
@@ -284,3 +284,67 @@ def test_recordings_with_buckets_of_gradients_have_all_layers():
     work = model("gpt2", batch_size=16)
     assert not runs_to_shorten(on_cards(work, Cards(count=8, way="ddp")))
     assert not runs_to_shorten(on_cards(work, Cards(count=8, way="zero1")))
+
+
+class Counting(torch.nn.Module):
+    """A layer that may count its calls."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.linear, self.counts, self.calls = torch.nn.Linear(16, 16), counts, 0
+
+    def forward(self, x):
+        if self.counts:
+            self.calls += 1
+        return torch.relu(self.linear(x))
+
+
+class Stack(torch.nn.Module):
+    """Identical layers, the tenth of which differs in one of several ways, or does not."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = torch.nn.ModuleList(Counting(way == "it counts its calls" and n == 9) for n in range(18))
+
+    def forward(self, x):
+        outputs = []
+        for layer in self.layers:
+            x = layer(x)
+            outputs.append(x)
+            if self.way == "its output is doubled by the model" and len(outputs) == 10:
+                x = x * 2
+        return x.square().mean() + (outputs[9].mean() if self.way == "its output is part of the loss" else 0)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "it is like the others",
+        "it counts its calls",
+        "its output is doubled by the model",
+        "its output is part of the loss",
+    ],
+)
+def test_one_layer_in_the_middle_that_differs_is_seen_in_the_baseline(way):
+    with torch.device("meta"):
+        work = workload(Stack(way), torch.zeros(8, 16))
+    (run,) = layer_runs(work.model)
+    assert is_uniform(certifying_graph(work, (), BARE), run) == (way == "it is like the others")
+
+
+def test_copies_of_recordings_share_what_is_known_about_shortened_runs():
+    work = layers("one after the other")
+    recordings = Recordings(
+        lambda decisions, sizes, runs: start_rehearsal(
+            work, decisions, BARE, sizes=sizes, steps=1, primed=True, what_if=True, runs=runs
+        ),
+        lambda decisions: start_update(work, decisions, BARE, [n for n, _ in work.model.named_parameters()]),
+        lambda graph: graph,
+        runs=layer_runs(work.model),
+    )
+    whole = MicroBatching(micro_batches=1, size=work.batch_size)
+    recordings.prefetch((), [whole])
+    other = recordings.finished_by(lambda graph: graph)
+    assert len(other.of((), whole).ops) == len(recordings.of((), whole).ops)
+    recordings.close()
