@@ -43,7 +43,7 @@ _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(kw_only=True)
 class _Shortened:
-    """What is known about the runs of layers of which only a few are recorded. Copies of `Recordings` share it."""
+    """The runs of layers of which only a few are recorded, and their trial. Copies of `Recordings` share it."""
 
     runs: tuple[LayerRun, ...]
     """The runs; empty if all layers are recorded."""
