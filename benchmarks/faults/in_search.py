@@ -14,6 +14,14 @@ FAULTS = (
         why="layers that differ are copied as if they were alike",
     ),
     Fault(
+        name="lengthened-whatever-one-layer-changes",
+        path="planner/recording/layer_runs.py",
+        old="all(each == calls[0] for each in calls)",
+        new="bool(calls)",
+        tests=("tests/derive/test_lengthen.py::test_one_layer_in_the_middle_that_differs_is_seen_in_the_baseline",),
+        why="a layer that changes an attribute in its forward is recomputed by an exact plan",
+    ),
+    Fault(
         name="lengthened-whatever-the-layers-read",
         path="planner/recording/layer_runs.py",
         old="    return index if found is None else found[1]",

@@ -171,8 +171,8 @@ def layers_are_called_alike(graph: StepGraph, run: LayerRun) -> bool:
     """True if nothing around the calls of the inner layers tells them apart, in the recording of the whole model.
 
     From the call of one layer to that of the next, the same ops run, also those of the modules around the layers. After
-    the last layer, no op of the forward reads what an inner layer made. All inner layers have the same hooks, and the
-    same obstacles to recomputation.
+    the last layer, no op of the forward reads what an inner layer made. All layers but the first have the same hooks,
+    and the same obstacles to recomputation.
     """
     described: dict[int, list[object]] = collections.defaultdict(list)
     starts: dict[int, int] = {}
@@ -192,9 +192,9 @@ def layers_are_called_alike(graph: StepGraph, run: LayerRun) -> bool:
     made = {index for window in windows[:-1] for op in window for index in op.outputs}
     after = itertools.takewhile(lambda op: op.phase is Phase.FORWARD, graph.ops[last:])
     read = {index for op in after if _position_in(run, op.module) is None for index in op.inputs}
-    inner_calls = [described[run.first + number] for number in range(1, run.layers - 1)]
+    calls = [described[run.first + number] for number in range(1, run.layers)]
     is_read_again = any(_is_made_from(graph, index, inner[0]) for index in made & read)
-    return len(ops) == 1 and not is_read_again and all(calls == inner_calls[0] for calls in inner_calls)
+    return len(ops) == 1 and not is_read_again and all(each == calls[0] for each in calls)
 
 
 def _is_made_from(graph: StepGraph, index: int, first_op: int) -> bool:

@@ -286,6 +286,9 @@ def test_recordings_with_buckets_of_gradients_have_all_layers():
     assert not runs_to_shorten(on_cards(work, Cards(count=8, way="zero1")))
 
 
+COUNTING = {"it counts its calls": 9, "the last layer counts its calls": 17}
+
+
 class Counting(torch.nn.Module):
     """A layer that may count its calls."""
 
@@ -305,7 +308,7 @@ class Stack(torch.nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
-        self.layers = torch.nn.ModuleList(Counting(way == "it counts its calls" and n == 9) for n in range(18))
+        self.layers = torch.nn.ModuleList(Counting(n == COUNTING.get(way)) for n in range(18))
 
     def forward(self, x):
         outputs = []
@@ -321,7 +324,7 @@ class Stack(torch.nn.Module):
     "way",
     [
         "it is like the others",
-        "it counts its calls",
+        *COUNTING,
         "its output is doubled by the model",
         "its output is part of the loss",
     ],
