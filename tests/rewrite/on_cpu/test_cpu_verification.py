@@ -262,7 +262,7 @@ def test_the_command_trains_on_the_cpu_where_there_is_no_card(reference, no_card
     assert found["device"] == "cpu" and found["kept"] and found["parity"]["passed"]
     assert [step["measured_bytes"] for step in found["steps"]] == [step["predicted_bytes"] for step in found["steps"]]
     monkeypatch.setattr(verifying, "run_in_process", lambda plan: made_up(2000, why="aten.mm +1000 B"))
-    assert command.main([str(path), "--verify"]) == command.DOES_NOT_FIT
+    assert command.main([str(path), "--trust-reference", "--verify"]) == command.DOES_NOT_FIT
     reported = " ".join(capsys.readouterr().out.split())
     for words in (
         "no CUDA card here",
