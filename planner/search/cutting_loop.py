@@ -25,7 +25,7 @@ import numpy as np
 from planner.search.curve import CompiledProblem
 from planner.search.integer_program import Program, power_of_two, solver_of
 from planner.search.linear_rows import Row, RowKey, RowSource, cover
-from planner.search.reduce import ReducedProblem
+from planner.search.presolve import ReducedProblem
 from planner.search.repair import descend
 from planner.search.symmetry import Folded, fold, unfolded
 
@@ -85,6 +85,8 @@ class CuttingLoop:
         """The rows of the curve that every program contains."""
         self.covers: list[Row] = []
         """Cover inequalities. Each excludes a selection that exceeds the budget by less than the solver's tolerance."""
+        self.rounded: tuple[int, ...] = ()
+        """Units of which the last linear relaxation selects more than half: at most one on each path."""
         self.nodes: int | None = None
         """Maximum number of branch-and-bound nodes per run of the solver; None for no limit."""
         self._folding = True
@@ -109,12 +111,12 @@ class CuttingLoop:
             bound = max(bound, outcome.bound - outcome.tolerance)
             if outcome.values is None:
                 break
+            self.rounded = self._chosen(outcome.values)
             new = self._violated(outcome.values, self.budget_bytes * (1 + 1e-9), known)
             if not new or not outcome.complete:
                 self.core = [key for key, row in known.items() if _is_tight(row, outcome.values)]
                 break
-            for row in self.source.rows(new, self.budget_bytes):
-                solver.add(row)
+            solver.add(self.source.rows(new, self.budget_bytes))
             known.update((key, self.source.row(key, self.budget_bytes)[0]) for key in new)
         return bound
 
@@ -209,6 +211,7 @@ class CuttingLoop:
             self.budget_bytes = int(peak_bytes)
             if relaxed:
                 share = (outcome.values / folded.sizes)[folded.class_of]
+                best = min(best, self._chosen(share), key=self.exact.peak)
                 new = self._violated(share, peak_bytes + slack_bytes, self.core)
                 self.core += new
                 relaxed = bool(new)
@@ -220,9 +223,9 @@ class CuttingLoop:
             progress = len(self.core) > known or (not self._folding and not folded.trivial)
             if self._fits(best) or not outcome.complete or not progress:
                 break
-        if not best:
-            best = descend(self.source.compiled, self.reduced, best, floor_bytes)
-        return min(best, (), key=self.exact.peak), max(always_bytes, self._next_possible(floor_bytes, always_bytes))
+        if self.left_seconds <= 0:
+            best = min(best, descend(self.source.compiled, self.reduced, best, floor_bytes), key=self.exact.peak)
+        return best, max(always_bytes, self._next_possible(floor_bytes, always_bytes))
 
     def _next_possible(self, bound_bytes: int, always_bytes: int) -> int:
         """Returns a sharper lower bound of all peaks: the smallest possible peak of at least `bound_bytes`.
@@ -313,8 +316,7 @@ class CuttingLoop:
             units = self._chosen(outcome.values)
             if self._fits(units):
                 return units
-            for row in self._exclude(units):
-                solver.add(row)
+            solver.add(self._exclude(units))
         return units
 
     def _exclude(self, units: tuple[int, ...]) -> list[Row]:

@@ -91,14 +91,25 @@ class Solver:
         self._objective_scale = divisor * power_of_two(int(cost.max(initial=1)) // divisor)
         self._highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost / self._objective_scale)
 
-    def add(self, row: Row) -> None:
-        """Adds a row, scaled and relaxed as the module's docstring describes."""
-        row = row.divided() if row.whole else row
-        step = power_of_two(int(np.abs(row.coefficients).max(initial=1)))
-        upper = (row.upper + (0.5 if step > 1 and row.whole else 0.0)) / step
-        lower, starts = np.array([-highspy.kHighsInf]), np.zeros(1, np.int32)
+    def add(self, rows: Sequence[Row]) -> None:
+        """Adds rows, scaled and relaxed as the module's docstring describes."""
+        if not rows:
+            return
+        scaled = [row.divided() if row.whole else row for row in rows]
+        steps = [power_of_two(int(np.abs(row.coefficients).max(initial=1))) for row in scaled]
+        upper = [
+            (row.upper + (0.5 if step > 1 and row.whole else 0.0)) / step
+            for row, step in zip(scaled, steps, strict=True)
+        ]
+        ends = np.cumsum([len(row.columns) for row in scaled])
         self._highs.addRows(
-            1, lower, np.array([upper]), len(row.columns), starts, row.columns.astype(np.int32), row.coefficients / step
+            len(rows),
+            np.full(len(rows), -highspy.kHighsInf),
+            np.array(upper),
+            int(ends[-1]),
+            np.concatenate(([0], ends[:-1])).astype(np.int32),
+            np.concatenate([row.columns for row in scaled]).astype(np.int32),
+            np.concatenate([row.coefficients / step for row, step in zip(scaled, steps, strict=True)]),
         )
 
     def relax(self, *, time_limit_seconds: float) -> Outcome:
@@ -166,8 +177,7 @@ def solver_of(program: Program, extra_rows: Sequence[Row] = ()) -> Solver:
     """Returns a solver loaded with `program` and the extra rows."""
     solver = Solver(limit=program.limit, integral=program.integral)
     solver.minimise(program.cost)
-    for row in (*program.rows, *extra_rows):
-        solver.add(row)
+    solver.add((*program.rows, *extra_rows))
     return solver
 
 

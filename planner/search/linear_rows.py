@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from planner.search.curve import CompiledProblem
-from planner.search.reduce import Condition, ReducedProblem
+from planner.search.presolve import Condition, ReducedProblem
 
 _ROWS_PER_ROUND = 40
 """Maximum number of rows added in one round of the cutting loop."""
@@ -69,6 +69,8 @@ class RowSource:
         self.column_count = self.compiled.unit_count
         self.recompute_keys = tuple(self._recompute_keys())
         self.column_of: dict[int, int] = {}
+        self._links: dict[int, tuple[Row, ...]] = {}
+        self._rows_without_budget: dict[RowKey, tuple[Row, list[int]]] = {}
         # Every condition as  constant + signs * columns, all of them in flat arrays.
         constant, owner, columns, signs = [], [], [], []
         for number, condition in enumerate(self.compiled.conditions):
@@ -98,7 +100,7 @@ class RowSource:
 
     def _alternatives(self, units: Sequence[int]) -> bool:
         """True if at most one of `units` can be selected."""
-        return all(other in self.reduced.exclusive[unit] for k, unit in enumerate(units) for other in units[:k])
+        return all(self.reduced.exclusive[unit].issuperset(units[:k]) for k, unit in enumerate(units))
 
     def _cliques(self, units: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns maximal sets of `units` that exclude each other; every unit is in at least one of them.
@@ -110,9 +112,10 @@ class RowSource:
         other for another reason than nesting, a clique could be missing: the rows would be valid, but less sharp.
         """
         cliques: set[tuple[int, ...]] = set()
+        among = set(units)
         for unit in units:
             clique = {unit}
-            for other in units:
+            for other in sorted(among & self.reduced.exclusive[unit]):
                 if self.reduced.exclusive[other] >= clique:
                     clique.add(other)
             cliques.add(tuple(sorted(clique)))
@@ -129,7 +132,7 @@ class RowSource:
 
     def rows(self, keys: Iterable[RowKey], budget_bytes: int) -> list[Row]:
         """Returns the rows of `keys` and the rows that link the conditions in them to the units, all `divided`."""
-        return [row.divided() for row, _ in self._rows(keys, budget_bytes)]
+        return [row.divided() if budgeted else row for row, budgeted in self._rows(keys, budget_bytes)]
 
     def _rows(self, keys: Iterable[RowKey], budget_bytes: int) -> Iterator[tuple[Row, bool]]:
         """Yields the rows of `keys`, with True, and the rows that link the conditions in them to units, with False."""
@@ -170,22 +173,30 @@ class RowSource:
         limits[list(self.reduced.useful)] = 1
         return limits
 
-    def links(self, number: int) -> Iterator[Row]:
-        """Yields the rows that make the column of condition `number` at least as large as each of its literals."""
-        column, (unless, when) = self.column_of[number], self.compiled.conditions[number]
-        for members in unless:
-            yield _row([column, *members], [-1] * (1 + len(members)), -1)
-        for clique in self._cliques(when):
-            yield _row([column, *clique], [-1] + [1] * len(clique), 0)
+    def links(self, number: int) -> tuple[Row, ...]:
+        """Returns the rows that make the column of condition `number` at least as large as each of its literals."""
+        if number not in self._links:
+            column, (unless, when) = self.column_of[number], self.compiled.conditions[number]
+            self._links[number] = (
+                *(_row([column, *members], [-1] * (1 + len(members)), -1) for members in unless),
+                *(_row([column, *clique], [-1] + [1] * len(clique), 0) for clique in self._cliques(when)),
+            )
+        return self._links[number]
 
     def row(self, key: RowKey, budget_bytes: int) -> tuple[Row, list[int]]:
         """Returns the row of `key`, and the numbers of the conditions in it that have columns of their own."""
+        if key not in self._rows_without_budget:
+            self._rows_without_budget[key] = self._row_without_budget(key)
+        row, used = self._rows_without_budget[key]
+        return dataclasses.replace(row, upper=row.upper + budget_bytes), used
+
+    def _row_without_budget(self, key: RowKey) -> tuple[Row, list[int]]:
         held_bytes = self.compiled.condition_bytes(key.event)
         total = np.zeros(self.column_count, np.int64)
         np.add.at(total, self._columns, held_bytes[self._owner] * self._signs)
         for index in key.recomputes:
             total[self.compiled.recompute_unit[index]] += self.compiled.recompute_bytes[index]
-        upper = budget_bytes - int(self.compiled.fixed_bytes[key.event]) - int(held_bytes @ self._constant)
+        upper = -int(self.compiled.fixed_bytes[key.event]) - int(held_bytes @ self._constant)
         columns = np.flatnonzero(total)
         used = [number for number in np.flatnonzero(held_bytes).tolist() if number in self.column_of]
         return Row(columns=columns, coefficients=total[columns], upper=upper), used

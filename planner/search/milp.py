@@ -18,7 +18,7 @@ nearly all rows, and then with integrality, equal layers folded into one (`symme
 a hundred thousand events. Layers that differ only in one small tensor are still folded into one, because the rows are
 sharp: they say that the tensor is alive in full as soon as one of the layers needs it (`linear_rows`).
 
-    problem -> reduce -> linear_rows -> integer_program -> symmetry -> HiGHS -> curve -> more rows, or Selection
+    problem -> presolve -> linear_rows -> integer_program -> symmetry -> HiGHS -> curve -> more rows, or Selection
 
 It is exact that a returned selection fits. Its peak is evaluated in whole bytes, and a selection that exceeds the
 budget by less than the solver's tolerance is excluded by a cover inequality. That no other selection is cheaper, or
@@ -37,6 +37,7 @@ its basis; a start solution can be given; and a run can stop at a target.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 
@@ -46,8 +47,8 @@ from planner.errors import PlannerError
 from planner.search.curve import CompiledProblem
 from planner.search.cutting_loop import CuttingLoop, Effort, distance, total
 from planner.search.linear_rows import Row
+from planner.search.presolve import Presolve
 from planner.search.problem import CheckpointProblem, Selection
-from planner.search.reduce import reduce
 
 _TIE_NODES = 200
 """Maximum number of branch-and-bound nodes per round of the search for fewer units at the same cost.
@@ -134,6 +135,10 @@ class Search:
         if np.any(self._cost_ns < 0):
             raise ValueError(f"unit {int(self._cost_ns.argmin())} costs {self._cost_ns.min()} ns: costs must be >= 0")
 
+    @functools.cached_property
+    def _presolve(self) -> Presolve:
+        return Presolve(self.problem)
+
     def solve(
         self,
         budget_bytes: int,
@@ -193,9 +198,9 @@ class Search:
             return None
         if self.exact.peak(()) <= question.budget_bytes:
             return self._selection((), 0.0, question)
-        reduced = reduce(self.problem, question.budget_bytes)
-        if int(reduced.problem.fixed_bytes.max()) > question.budget_bytes:
+        if self._presolve.lowest_bytes > question.budget_bytes:
             return None
+        reduced = self._presolve.above(question.budget_bytes)
         # 2. The linear relaxation: nearly all rows, and a first bound. Costs are integers.
         loop = CuttingLoop(self.exact, reduced, question.budget_bytes, deadline=question.deadline, effort=self.effort)
         if loop.relax(self._cost_ns) > below_ns - 1:
@@ -205,7 +210,7 @@ class Search:
         result = loop.run(self._cost_ns, best, tolerance=question.tolerance_ns, below=question.below_ns)
         if result.units is None and result.proven:
             return None
-        units = result.units if result.units is not None else loop.repaired(())
+        units = result.units if result.units is not None else loop.repaired(loop.rounded)
         if units is None or total(self._cost_ns, units) >= below_ns:
             raise SearchTimeout(
                 f"in {time.monotonic() - question.began:.1f} s no selection of units to recompute was found whose peak "
@@ -232,9 +237,9 @@ class Search:
 
         The second value is True if it is proven that there is none.
         """
-        reduced = reduce(self.problem, peak_bytes - 1)
-        if int(reduced.problem.fixed_bytes.max()) >= peak_bytes:
+        if self._presolve.lowest_bytes >= peak_bytes:
             return None, True
+        reduced = self._presolve.above(peak_bytes - 1)
         loop = CuttingLoop(self.exact, reduced, peak_bytes - 1, deadline=deadline, effort=self.effort)
         nothing = np.zeros_like(self._cost_ns)
         if math.isinf(loop.relax(nothing)):
@@ -244,10 +249,10 @@ class Search:
 
     def _lowest(self, deadline: float, tolerance_bytes: int) -> tuple[tuple[int, ...], int]:
         """Returns a selection whose peak is as small as the solver finds, and a lower bound in bytes of all peaks."""
-        floor_bytes = max(0, int(reduce(self.problem, 0).problem.fixed_bytes.max(initial=0)))
+        floor_bytes = self._presolve.lowest_bytes
         if self.exact.peak(()) <= floor_bytes:
             return (), floor_bytes
-        reduced = reduce(self.problem, floor_bytes)
+        reduced = self._presolve.above(floor_bytes)
         loop = CuttingLoop(self.exact, reduced, floor_bytes, deadline=deadline, effort=self.effort)
         return loop.lowest(floor_bytes, tolerance_bytes)
 

@@ -13,7 +13,7 @@ from collections.abc import Collection
 import numpy as np
 
 from planner.search.curve import CompiledProblem
-from planner.search.reduce import ReducedProblem
+from planner.search.presolve import ReducedProblem
 
 _TRIED_PER_MOVE = 6
 """Maximum number of neighbors of the current selection that are evaluated; the best of them is the next one."""

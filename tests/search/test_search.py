@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from planner.errors import PlannerError
 from planner.search import brute, curve, milp
+from planner.search.cutting_loop import CuttingLoop
 from planner.search.integer_program import Program, solver_of
 from planner.search.linear_rows import Row, RowKey, RowSource, cover
+from planner.search.presolve import Presolve, normal_form
 from planner.search.problem import CheckpointProblem, Hold, Recompute
-from planner.search.reduce import normal_form, reduce
 from planner.search.symmetry import fold
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_torch]
@@ -216,7 +217,7 @@ def test_the_compiled_curve_is_the_curve_of_the_definitions(seed: int) -> None:
 @given(st.integers(0, 2**32))
 def test_the_normal_form_of_a_condition_means_the_same(seed: int) -> None:
     problem = random_problem(random.Random(seed))
-    exclusive = reduce(problem, 0).exclusive
+    exclusive = Presolve(problem).above(0).exclusive
     for hold, selection in itertools.product(problem.holds, brute.every_selection(problem)):
         unless, when = normal_form((hold.unless, hold.when), exclusive)
         normal = dataclasses.replace(hold, unless=unless, when=when)
@@ -228,7 +229,7 @@ def test_a_reduced_problem_has_the_same_curve_above_the_floor(seed: int) -> None
     rng = random.Random(seed)
     problem = random_problem(rng)
     floor_bytes = rng.choice(budgets(rng, problem))
-    reduced = reduce(problem, floor_bytes)
+    reduced = Presolve(problem).above(floor_bytes)
     for selection in brute.every_selection(problem):
         if set(selection.units) <= set(reduced.useful):
             peak_bytes = brute.peak(reduced.problem, selection.units)
@@ -319,6 +320,24 @@ def test_without_time_a_selection_that_fits_is_returned_as_unproven() -> None:
     assert milp.smallest_peak(two_layers(512), time_limit_seconds=0.0).status == "time limit"
 
 
+def test_a_search_that_runs_out_of_time_rounds_the_linear_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 300 layers, 299 are recomputed. The greedy search alone would make 100 moves."""
+    layers = 300
+    problem = CheckpointProblem(
+        fixed_bytes=np.zeros(layers + 1, np.int64),
+        holds=tuple(Hold(size_bytes=512, start=0, stop=1 + u, unless=((u,),), when=()) for u in range(layers)),
+        recomputes=tuple(Recompute(unit=u, at=1 + u, extra_bytes=512) for u in range(layers)),
+        cost_ns=(1,) * layers,
+        paths=(),
+    )
+    best = milp.smallest_peak(problem)
+    assert best.peak_bytes == 512
+    monkeypatch.setattr(CuttingLoop, "left_seconds", property(lambda loop: 60.0 if loop.effort.rounds < 3 else -1.0))
+    found = milp.smallest_peak(problem)
+    assert (found.peak_bytes, found.status) == (512, "time limit")
+    assert milp.solve(problem, 512).peak_bytes == 512
+
+
 def test_without_time_nothing_is_called_impossible() -> None:
     with pytest.raises(milp.SearchTimeout, match="520 bytes"):
         milp.solve(two_layers(512), 520, time_limit_seconds=0.0)
@@ -367,7 +386,7 @@ def test_a_condition_is_bounded_by_each_chain_of_its_units() -> None:
         cost_ns=(1, 1, 1),
         paths=((0, 1), (0, 2)),
     )
-    source = RowSource(reduce(problem, 0))
+    source = RowSource(Presolve(problem).above(0))
     (number,) = source.column_of
     assert [row.columns.tolist() for row in source.links(number)] == [[3, 0, 1], [3, 0, 2]]
 
@@ -382,7 +401,7 @@ def test_the_cliques_of_nested_units_are_all_maximal_cliques(seed: int) -> None:
     problem = CheckpointProblem(
         fixed_bytes=np.array([1, 1]), holds=(hold,), recomputes=(), cost_ns=(1,) * (2 * count), paths=variants
     )
-    reduced = reduce(problem, 0)
+    reduced = Presolve(problem).above(0)
     graph = networkx.Graph()
     graph.add_nodes_from(range(2 * count))
     graph.add_edges_from((unit, other) for unit, others in enumerate(reduced.exclusive) for other in others)
@@ -395,7 +414,7 @@ def test_the_cliques_of_nested_units_are_all_maximal_cliques(seed: int) -> None:
 def test_folding_finds_the_classes_of_colour_refinement(seed: int) -> None:
     rng = random.Random(seed)
     problem = layered_problem(rng)
-    source = RowSource(reduce(problem, 0))
+    source = RowSource(Presolve(problem).above(0))
     events = range(len(problem.fixed_bytes))
     program = Program(
         cost=np.append(problem.cost_ns, [0] * (source.column_count - len(problem.cost_ns))),

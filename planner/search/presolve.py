@@ -16,7 +16,7 @@ sees only the rows of the integer program, and no longer the conditions from whi
 
 The relation of exclusion is a graph (its cliques include the paths). It is kept as one set of neighbours per unit, and
 not as a `networkx.Graph`: that takes 9 to 31 ms to build for examples/roberta_84m and llama_1b, where the sets take 0.7
-to 3.4 ms; `reduce` takes 10 to 64 ms in all, and is called for every budget.
+to 3.4 ms. The part of the presolve that does not depend on the floor is computed once for all budgets (`Presolve`).
 """
 
 from __future__ import annotations
@@ -47,45 +47,60 @@ class ReducedProblem:
     """For each unit, the units that may not be selected together with it."""
 
 
-def reduce(problem: CheckpointProblem, floor_bytes: int) -> ReducedProblem:
-    """Drops the holds, recomputes and paths that cannot matter, and brings conditions into normal form.
+class Presolve:
+    """A problem whose conditions are in normal form: the part of the presolve that is the same for every floor."""
 
-    Args:
-        problem: the original problem.
-        floor_bytes: events with at most this many bytes under every selection do not matter. Usually the budget.
-    """
-    # 1. Conditions in normal form. Those that are always true become fixed bytes, equal ones are merged.
-    exclusive = _exclusive(problem)
-    fixed_bytes, sizes = _normalised(problem, exclusive)
-    recomputes = _largest(problem.recomputes)
-    compiled = CompiledProblem(
-        dataclasses.replace(problem, fixed_bytes=fixed_bytes, holds=_holds(sizes), recomputes=tuple(recomputes))
-    )
-    # 2. Events that can exceed the floor: the curve with every condition true, plus the largest recompute there.
-    ceiling_bytes = compiled.highest_curve()
-    extra_bytes = np.zeros(len(fixed_bytes), np.int64)
-    np.maximum.at(extra_bytes, compiled.recompute_at, compiled.recompute_bytes)
-    hot = ceiling_bytes + extra_bytes > floor_bytes
-    # 3. Holds that touch such an event, and the units that can free one of them. Other units stay unselected.
-    hot_before = np.concatenate(([0], np.cumsum(hot)))
-    sizes = {key: size for key, size in sizes.items() if hot_before[key[1]] > hot_before[key[0]]}
-    useful = sorted({unit for (_, _, (unless, _)) in sizes for members in unless for unit in members})
-    kept = set(useful)
-    sizes = _without_when(sizes, kept)
-    return ReducedProblem(
-        problem=dataclasses.replace(
-            problem,
-            fixed_bytes=fixed_bytes,
-            holds=_holds(sizes),
-            recomputes=tuple(
-                r for r in recomputes if r.unit in kept and ceiling_bytes[r.at] + r.extra_bytes > floor_bytes
+    def __init__(self, problem: CheckpointProblem) -> None:
+        self._problem = problem
+        self._exclusive = _exclusive(problem)
+        self._fixed_bytes, self._sizes = _normalised(problem, self._exclusive)
+        self._recomputes = _largest(problem.recomputes)
+        compiled = CompiledProblem(
+            dataclasses.replace(
+                problem,
+                fixed_bytes=self._fixed_bytes,
+                holds=_holds(self._sizes),
+                recomputes=tuple(self._recomputes),
+            )
+        )
+        # The curve with every condition true, and the largest recompute at each event.
+        self._ceiling_bytes = compiled.highest_curve()
+        self._extra_bytes = np.zeros(len(self._fixed_bytes), np.int64)
+        np.maximum.at(self._extra_bytes, compiled.recompute_at, compiled.recompute_bytes)
+
+    @property
+    def lowest_bytes(self) -> int:
+        """Largest number of bytes that are alive at an event whatever is selected: no selection has a lower peak."""
+        return max(0, int(self._fixed_bytes.max(initial=0)))
+
+    def above(self, floor_bytes: int) -> ReducedProblem:
+        """Drops the holds, recomputes and paths that cannot matter.
+
+        Args:
+            floor_bytes: events with at most this many bytes under every selection do not matter. Usually the budget.
+        """
+        hot = self._ceiling_bytes + self._extra_bytes > floor_bytes
+        # Holds that touch such an event, and the units that can free one of them. Other units stay unselected.
+        hot_before = np.concatenate(([0], np.cumsum(hot)))
+        sizes = {key: size for key, size in self._sizes.items() if hot_before[key[1]] > hot_before[key[0]]}
+        useful = sorted({unit for (_, _, (unless, _)) in sizes for members in unless for unit in members})
+        kept = set(useful)
+        return ReducedProblem(
+            problem=dataclasses.replace(
+                self._problem,
+                fixed_bytes=self._fixed_bytes,
+                holds=_holds(_without_when(sizes, kept)),
+                recomputes=tuple(
+                    r
+                    for r in self._recomputes
+                    if r.unit in kept and self._ceiling_bytes[r.at] + r.extra_bytes > floor_bytes
+                ),
+                paths=_longest(self._problem.paths, kept),
             ),
-            paths=_longest(problem.paths, kept),
-        ),
-        hot=hot,
-        useful=tuple(useful),
-        exclusive=exclusive,
-    )
+            hot=hot,
+            useful=tuple(useful),
+            exclusive=self._exclusive,
+        )
 
 
 def _exclusive(problem: CheckpointProblem) -> tuple[frozenset[int], ...]:
