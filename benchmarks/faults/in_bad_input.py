@@ -11,6 +11,17 @@ _TEST_SAME = f"{_TEST_AROUND}::test_the_plan_is_the_same_as_without_and_the_cont
 FAULTS = (
     # ---- around the call
     Fault(
+        name="a-fault-of-the-batch-is-a-bug-of-the-planner",
+        path="planner/cli/command.py",
+        old="    if (line := _line_outside(error)) is not None:",
+        new="    if (line := None) is not None:",
+        tests=(
+            "tests/cli/test_command_errors.py"
+            "::test_what_the_users_code_does_is_reported_on_one_line_with_exit_code_two[has_no_length]",
+        ),
+        why="an error that the user's own class raises is reported as a bug of the planner",
+    ),
+    Fault(
         name="around-default-device",
         path=_SURROUNDINGS,
         old='kept = [mode for mode in modes if isinstance(mode, _device.DeviceContext) and mode.device.type == "cuda"]',

@@ -147,6 +147,10 @@ def _refusal(error: BaseException, watch: Watch) -> PlannerError:
         return WorkloadError("the model, its batch or its config is nested too deeply for Python's recursion limit")
     traceback.print_exception(error)
     message = f"{type(error).__name__}: {plain_line(str(error), 1000)}"
+    if (line := _line_outside(error)) is not None:
+        return WorkloadError(
+            f"{line} raised {message}; mend that line: the planner calls it with the model or the batch"
+        )
     return PlannerError(f"{message}; this is a bug of the planner, please report it with the traceback above")
 
 
@@ -156,6 +160,15 @@ def _is_without_folder() -> bool:
     except FileNotFoundError:
         return True
     return False
+
+
+def _line_outside(error: BaseException) -> str | None:
+    """Returns 'file.py:line' of the line that raised an error; None if it is in the planner or an installed package."""
+    from planner.virtual_gpu.source_lines import is_model_code
+
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    name = frame.f_code.co_filename
+    return f"{name}:{line}" if is_model_code(name) and "-packages" not in name else None
 
 
 def _was_interrupted(error: BaseException | None, watch: Watch) -> bool:
@@ -267,8 +280,8 @@ def _ending_at_once(options: argparse.Namespace, out: TextIO) -> Iterator[Callab
     def end(watch: Watch) -> None:
         os.dup2(output, 1)
         error = TimeLimitError(
-            f"planning ended {watch.cause} before the model was built: give more time (--time-limit), or a function "
-            "that only builds the model"
+            f"planning ended {watch.cause} while {watch.doing}: give more time (--time-limit), or a function that only "
+            "builds the model"
         )
         code = _refuse(error, as_json=options.json, out=out)
         out.flush()

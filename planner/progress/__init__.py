@@ -98,6 +98,11 @@ class Watch:
         return time.monotonic() - self._deadline
 
     @property
+    def doing(self) -> str:
+        """The present stage, in words such as 'loading the model'."""
+        return self._stage
+
+    @property
     def is_ended(self) -> bool:
         """True if the user ended the search (`end`)."""
         return self._is_ended

@@ -87,8 +87,15 @@ class Unexpected(Model):
     def parameters(self, recurse=True):
         raise ZeroDivisionError("first line\\nsecond line")
 
-def breaks_the_planner():
+def has_no_parameters():
     return Unexpected(), (torch.zeros(4, 8),)
+
+class Batch(list):
+    def __len__(self):
+        raise ValueError("no length")
+
+def has_no_length():
+    return Model(), Batch([torch.zeros(4, 8)])
 
 def needs_a_card():
     return Model().cuda(), (torch.zeros(4, 8),)
@@ -136,7 +143,8 @@ FAULTS = {
     "interrupted": "interrupted",
     "leaves_in_forward": "failed with this batch: SystemExit",
     "needs_a_card": "compiled with CUDA enabled: planning needs no card, so leave the model and the batch on the CPU",
-    "breaks_the_planner": "ZeroDivisionError: first line second line; this is a bug of the planner",
+    "has_no_parameters": "raised ZeroDivisionError: first line second line; mend that line",
+    "has_no_length": "raised ValueError: no length; mend that line: the planner calls it with the model or the batch",
 }
 
 
@@ -241,15 +249,11 @@ def test_a_file_that_cannot_be_imported_is_reported_on_one_line(folder, capsys, 
 
 
 def test_an_unexpected_fault_of_ours_is_reported_on_one_line_below_its_traceback(folder, capsys, monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("first line\nsecond line")
-
-    monkeypatch.setattr(pipeline, "plan_workload", broken)
+    monkeypatch.setattr(pipeline, "plan_workload", None)
     assert main(["net.py:build", "--json"]) == 2
     captured = capsys.readouterr()
-    message = (
-        "RuntimeError: first line second line; this is a bug of the planner, please report it with the traceback above"
-    )
+    fault = "TypeError: 'NoneType' object is not callable"
+    message = f"{fault}; this is a bug of the planner, please report it with the traceback above"
     assert json.loads(captured.out)["error"] == {"type": "PlannerError", "message": message}
     assert captured.err.startswith("Traceback")
     assert captured.err.rstrip().splitlines()[-1] == f"plan: {message}"
