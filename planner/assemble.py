@@ -26,7 +26,7 @@ from planner.plan_types.decision_base import (
     with_sharding,
 )
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts
-from planner.plan_types.sizes import format_size
+from planner.plan_types.sizes import MIB, format_size
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.profiles.links import foreign_link_note
@@ -361,16 +361,28 @@ def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ..
 
 
 def _slower_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
-    """Return a note if convolutions run slower algorithms, because the workspaces of the fastest ones do not fit."""
-    graph, measured = certified.graph, certified.measured
-    if not measured.slower:
+    """Return a note if convolutions run slower algorithms, or would run them in less memory.
+
+    PyTorch runs them where the workspaces of the fastest ones do not fit.
+    """
+    graph, measured, decisions = certified.graph, certified.measured, certified.choice.decisions
+    if not any(storage.trials for storage in graph.storages):
         return ()
+    whole_bytes = smallest_capacity_bytes(graph, card, decisions, fastest=True)
+    if not measured.slower:
+        least_bytes = smallest_capacity_bytes(graph, card, decisions)
+        if whole_bytes - least_bytes < MIB:
+            return ()
+        return (
+            f"the convolutions run their fastest algorithms, with which the step needs at least "
+            f"{format_size(whole_bytes)}. With less memory PyTorch takes slower ones, down to "
+            f"{format_size(least_bytes)} for the same step",
+        )
     ops = [graph.ops[index] for index in dict.fromkeys(measured.slower)]
     last_step = max(op.step for op in ops)
     names = collections.Counter(_convolution_name(op) for op in ops if op.step == last_step)
     shown = [f"{count} x {name}" for name, count in names.most_common(_MOST_KERNELS_NAMED)]
     more = f" and {len(names) - len(shown)} other kinds" if len(names) > len(shown) else ""
-    whole_bytes = smallest_capacity_bytes(graph, card, certified.choice.decisions, fastest=True)
     return (
         f"{names.total()} convolutions of a step run a slower algorithm, because the workspace of the fastest one does "
         f"not fit: {', '.join(shown)}{more}. PyTorch takes the next algorithm on its own. How much slower it is cannot "

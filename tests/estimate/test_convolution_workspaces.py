@@ -147,5 +147,9 @@ def test_a_plan_below_the_fastest_algorithms_names_the_convolutions_that_run_slo
     (note,) = (note for note in plan.notes if "slower algorithm" in note)
     assert note.endswith(f"with which the step needs {format_size(whole)}") and "1 x backward of 32 x 64 x " in note
     assert plan.baseline.total_bytes >= whole
+    least = smallest_capacity_bytes(graph, CARD)
+    roomy = planner.plan(model, batch, vram="20GiB", **arguments)
+    (note,) = (note for note in roomy.notes if "fastest algorithms" in note)
+    assert note.endswith(f"down to {format_size(least)} for the same step") and format_size(whole) in note
     certificate = rewrite.certify(plan, model, batch, loss_fn=loss_fn)
     assert certificate.fits and certificate.certified_bytes == plan.solver.certified_bytes
