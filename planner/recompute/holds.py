@@ -106,19 +106,26 @@ def _disjoint(pieces: list[_Piece], size: int) -> list[tuple[int, int, Hold | No
     """
     if len(pieces) == 1 and pieces[0][2] == "fixed":
         return [(pieces[0][0], pieces[0][1], None)]
-    cuts = sorted({tick for start, stop, _, _ in pieces for tick in (start, stop)})
+    changes: dict[int, list[tuple[str, tuple[int, ...], int]]] = defaultdict(list)
+    for start, stop, kind, units in pieces:
+        if start < stop:
+            changes[start].append((kind, units, 1))
+            changes[stop].append((kind, units, -1))
+    # For each kind, the units of the pieces that hold the storage now, each with the number of these pieces.
+    active: dict[str, dict[tuple[int, ...], int]] = {"fixed": {}, "unless": {}, "when": {}}
     result: list[tuple[int, int, Hold | None]] = []
-    for start, stop in itertools.pairwise(cuts):
-        active = [(kind, units) for first, last, kind, units in pieces if first <= start and stop <= last]
-        if not active:
-            continue
-        if any(kind == "fixed" for kind, _ in active):
+    for start, stop in itertools.pairwise(sorted(changes)):
+        for kind, units, change in changes[start]:
+            if not (count := active[kind].pop(units, 0) + change):
+                continue
+            active[kind][units] = count
+        if active["fixed"]:
             result.append((start, stop, None))
-            continue
-        unless = tuple(sorted({units for kind, units in active if kind == "unless"}))
-        when = tuple(sorted({units[0] for kind, units in active if kind == "when"}))
-        # Adjacent times with the same condition are joined.
-        if result and result[-1][1] == start and (last := result[-1][2]) and (last.unless, last.when) == (unless, when):
-            start = result.pop()[0]
-        result.append((start, stop, Hold(size_bytes=size, start=start, stop=stop, unless=unless, when=when)))
+        elif active["unless"] or active["when"]:
+            unless, when = tuple(sorted(active["unless"])), tuple(sorted(unit for (unit,) in active["when"]))
+            # Adjacent times with the same condition are joined.
+            last = result[-1] if result else None
+            if last and last[1] == start and (hold := last[2]) and (hold.unless, hold.when) == (unless, when):
+                start = result.pop()[0]
+            result.append((start, stop, Hold(size_bytes=size, start=start, stop=stop, unless=unless, when=when)))
     return result
