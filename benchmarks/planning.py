@@ -80,14 +80,14 @@ ONE_CARD = {
     "Mixtral-8x22B, 1 x 2048, breakdown": "mixtral-8x22b --batch-size 1 --seq-len 2048 --gpu bare",
 }
 SEVERAL_CARDS = {
-    f"{title}, {tokens} tokens a card, {cards} cards": f"{name} --vram 80GB --batch-size {cards} --seq-len {tokens} "
-    f"{H100} --cards {cards} --sharding fsdp"
-    for title, name, tokens, counts in (
-        ("Llama-3-8B", "llama-3-8b", 4096, (8, 64, 1024)),
-        ("Llama-3-70B", "llama-3-70b", 4096, (32, 64, 1024)),
-        ("Llama-3-405B", "llama-3-405b", 4096, (256, 1024)),
-        ("Mixtral-8x22B", "mixtral-8x22b", 4096, (64, 1024)),
-        ("DeepSeek-V3", "deepseek-v3", 4096, (256, 1024)),
+    f"{title}, {tokens} tokens a card, {cards} cards": f"{name} {card} --batch-size {cards} --seq-len {tokens} "
+    f"--cards {cards} --sharding fsdp"
+    for title, name, card, tokens, counts in (
+        ("Llama-3-8B", "llama-3-8b", f"--vram 80GB {H100}", 4096, (8, 64, 1024)),
+        ("Llama-3-70B", "llama-3-70b", f"--vram 80GB {H100}", 4096, (32, 64, 1024)),
+        ("Llama-3-405B", "llama-3-405b", f"--vram 80GB {H100}", 4096, (256, 1024)),
+        ("Mixtral-8x22B", "mixtral-8x22b", f"--vram 80GB {H100}", 4096, (64, 1024)),
+        ("DeepSeek-V3", "deepseek-v3", "--vram 180GB --gpu b200", 4096, (256, 1024)),
     )
     for cards in counts
 }
