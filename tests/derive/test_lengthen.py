@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.choose.recordings import Recordings, runs_to_shorten
+from planner.choose.recordings import Recordings
+from planner.choose.shortening import Shortening, runs_to_shorten
 from planner.derive.graft_optimizer import graft_update
 from planner.derive.lengthen import lengthened
+from planner.derive.same_step import is_same_step
 from planner.plan_types.decisions import Accumulation, Optimizer, Precision, ShardedPrecision
-from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, is_uniform, layer_runs, takes_the_same_ops
+from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, layer_runs
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
-from planner.rewrite.rehearse import certifying_graph, start_rehearsal, start_update
+from planner.rewrite.rehearse import certifying_graph, start_certificate, start_rehearsal, start_update
 from planner.sharded import smallest_way
 from planner.space.micro_batches import MicroBatching
 from planner.space.sharding import Cards
@@ -94,6 +96,15 @@ def shortened(work: Workload, decisions=(), *, sizes: tuple[int, ...] | None = N
     ).result()
 
 
+def shortening(work: Workload) -> Shortening:
+    """Returns what the search uses to find out whether recordings may have a few layers of each run."""
+    return Shortening(
+        runs_to_shorten(work),
+        lambda runs: start_certificate(work, (), BARE, runs=runs),
+        lambda: certifying_graph(work, (), BARE),
+    )
+
+
 def with_all_layers(graph: StepGraph | None, work: Workload) -> StepGraph | None:
     for run in runs_to_shorten(work):
         graph = graph and lengthened(graph, run)
@@ -125,7 +136,7 @@ def test_a_recording_under_fsdp2_is_lengthened(name, cards, decisions, sizes):
 def assert_lengthened(work: Workload, decisions, sizes) -> None:
     runs = runs_to_shorten(work)
     assert runs
-    assert all(takes_the_same_ops(certifying_graph(work, (), BARE), run) for run in runs)
+    assert shortening(work).is_right()
     longer = with_all_layers(shortened(work, decisions, sizes=sizes), work)
     full = what_if(work, decisions, sizes=sizes)
     assert longer is not None
@@ -224,12 +235,13 @@ def test_layers_that_are_used_differently_or_together_are_not_lengthened(way):
     assert with_all_layers(shortened(work), work) is None
 
 
+@pytest.mark.slow
 def test_the_recording_of_the_baseline_shows_layers_that_differ():
     """Every sixth layer of Gemma 3 attends to all tokens, and the others to a window."""
     settings = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 0, "eos_token_id": 1}
     work = transformer("gemma3_text", "Gemma3ForCausalLM", batch_size=2, seq_len=16, **settings)
-    (run,) = layer_runs(work.model)
-    assert not takes_the_same_ops(certifying_graph(work, (), BARE), run)
+    assert runs_to_shorten(work)
+    assert not shortening(work).is_right()
 
 
 def test_runs_are_found_by_structure():
@@ -248,23 +260,29 @@ def test_runs_are_found_by_structure():
     assert run.left_out == KEPT
 
 
-def recorded(work: Workload, runs: tuple[LayerRun, ...], config=()) -> StepGraph:
-    """Returns the recording that the search gets if these runs may be shortened."""
-    recordings = Recordings(
+def recordings_of(work: Workload, known: Shortening | None = None) -> Recordings:
+    """Returns the recordings that the search uses."""
+    return Recordings(
         lambda decisions, sizes, runs: start_rehearsal(
             work, decisions, BARE, sizes=sizes, steps=1, primed=True, what_if=True, runs=runs
         ),
         lambda decisions: start_update(work, decisions, BARE, [n for n, _ in work.model.named_parameters()]),
         lambda graph: graph,
-        runs=runs,
+        shortening=known,
     )
-    return recordings.of(config, MicroBatching(micro_batches=1, size=work.batch_size))
+
+
+def recorded(work: Workload, known: Shortening | None = None, config=()) -> StepGraph:
+    """Returns the recording that the search gets."""
+    return recordings_of(work, known).of(config, MicroBatching(micro_batches=1, size=work.batch_size))
 
 
 @pytest.mark.parametrize("config", [(), (Optimizer(),)], ids=["the user's optimizer", "8-bit optimizer"])
 def test_the_search_gets_the_update_of_all_layers(config):
     work = layers("one after the other")
-    longer, full = recorded(work, layer_runs(work.model), config), recorded(work, (), config)
+    known = shortening(work)
+    longer, full = recorded(work, known, config), recorded(work, None, config)
+    assert known.runs
     (ops, _), (all_ops, _) = of_step(longer), of_step(full)
     assert [op.name for op in ops] == [op.name for op in all_ops]
     ticks, all_ticks = ([op.tick for op in each] for each in (ops, all_ops))
@@ -277,7 +295,7 @@ def test_the_search_gets_the_update_of_all_layers(config):
 def test_layers_whose_position_or_number_matters_are_all_recorded(way):
     work = layers(way)
     assert with_all_layers(shortened(work), work) is not None  # two layers are alike, but one more is different
-    assert_equal(recorded(work, layer_runs(work.model)), recorded(work, ()))
+    assert_equal(recorded(work, shortening(work)), recorded(work))
 
 
 def test_recordings_with_buckets_of_gradients_have_all_layers():
@@ -286,66 +304,106 @@ def test_recordings_with_buckets_of_gradients_have_all_layers():
     assert not runs_to_shorten(on_cards(work, Cards(count=8, way="zero1")))
 
 
-COUNTING = {"it counts its calls": 9, "the last layer counts its calls": 17}
+class Layer(torch.nn.Module):
+    """A layer that may differ from the others in one of several ways."""
 
-
-class Counting(torch.nn.Module):
-    """A layer that may count its calls."""
-
-    def __init__(self, counts: bool) -> None:
+    def __init__(self, way: str | None) -> None:
         super().__init__()
-        self.linear, self.counts, self.calls = torch.nn.Linear(16, 16), counts, 0
+        self.linear, self.way, self.calls = torch.nn.Linear(16, 16), way, 0
+        if way == "a forward hook":
+            self.register_forward_hook(lambda layer, inputs, output: None)
 
     def forward(self, x):
-        if self.counts:
+        if self.way == "it counts its calls":
             self.calls += 1
-        return torch.relu(self.linear(x))
+        if self.way == "another kernel for equal shapes":
+            x = x + x.sum(1)
+        elif self.way == "kernels of one kind":
+            x = x + x.sum(0)
+        x = torch.relu(self.linear(x))
+        if self.way == "the gradient of its output is kept":
+            x.retain_grad()
+            self.output = x
+        return x
 
 
 class Stack(torch.nn.Module):
-    """Identical layers, the tenth of which differs in one of several ways, or does not."""
+    """Eighteen layers that look identical, of which one may differ."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, differs: int = 9) -> None:
         super().__init__()
-        self.way = way
-        self.layers = torch.nn.ModuleList(Counting(n == COUNTING.get(way)) for n in range(18))
+        others = "kernels of one kind" if way == "another kernel for equal shapes" else None
+        self.way, self.differs = way, differs
+        self.layers = torch.nn.ModuleList(Layer(way if number == differs else others) for number in range(18))
 
     def forward(self, x):
         outputs = []
         for layer in self.layers:
             x = layer(x)
             outputs.append(x)
-            if self.way == "its output is doubled by the model" and len(outputs) == 10:
+            if self.way == "all outputs are doubled by the model":
                 x = x * 2
-        return x.square().mean() + (outputs[9].mean() if self.way == "its output is part of the loss" else 0)
+            if self.way == "its output is doubled by the model" and len(outputs) == self.differs + 1:
+                x = x * 2
+        if self.way == "its output is part of the loss":
+            return x.square().mean() + outputs[self.differs].mean()
+        if self.way == "its weight is part of the loss":
+            return x.square().mean() + self.layers[self.differs].linear.weight.mean()
+        if self.way == "rows for layers from the tenth on":
+            return x.square().mean() * x.new_ones(max(0, len(self.layers) - 9), 8).sum()
+        return x.square().mean()
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "it is like the others",
-        *COUNTING,
-        "its output is doubled by the model",
-        "its output is part of the loss",
-    ],
-)
-def test_one_layer_in_the_middle_that_differs_is_seen_in_the_baseline(way):
+def stack(way: str, differs: int = 9) -> Workload:
     with torch.device("meta"):
-        work = workload(Stack(way), torch.zeros(8, 16))
-    (run,) = layer_runs(work.model)
-    assert is_uniform(certifying_graph(work, (), BARE), run) == (way == "it is like the others")
+        return workload(Stack(way, differs), torch.zeros(16, 16))
+
+
+DIFFERENCES = [
+    "it counts its calls",
+    "a forward hook",
+    "another kernel for equal shapes",
+    "the gradient of its output is kept",
+    "its output is doubled by the model",
+    "its output is part of the loss",
+    "its weight is part of the loss",
+]
+
+
+@pytest.mark.parametrize("way", [*DIFFERENCES, "rows for layers from the tenth on"])
+def test_what_tells_one_layer_from_the_others_is_seen_in_the_baseline(way):
+    work = stack(way)
+    assert runs_to_shorten(work)
+    assert not shortening(work).is_right()
+
+
+@pytest.mark.parametrize("way", ["it counts its calls", "the gradient of its output is kept"])
+def test_a_last_layer_that_differs_is_seen_in_the_baseline(way):
+    """Another layer stands for the last one in a shortened recording."""
+    assert not shortening(stack(way, differs=17)).is_right()
+
+
+@pytest.mark.parametrize("way", ["nothing", "all outputs are doubled by the model"])
+def test_layers_between_which_the_same_ops_run_are_lengthened(way):
+    work = stack(way)
+    known = shortening(work)
+    assert is_same_step(recorded(work, known), recorded(work))
+    assert known.runs
+
+
+def test_layers_whose_parameters_are_used_elsewhere_or_have_hooks_are_all_recorded():
+    plain, tied, hooked, accumulated = (stack("nothing") for _ in range(4))
+    assert runs_to_shorten(plain)
+    tied.model.head = torch.nn.Linear(16, 16, device="meta")
+    tied.model.head.weight = tied.model.layers[9].linear.weight
+    hooked.model.layers[9].linear.weight.register_hook(lambda gradient: gradient * 2)
+    accumulated.model.layers[9].linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert not any(map(runs_to_shorten, (tied, hooked, accumulated)))
 
 
 def test_copies_of_recordings_share_what_is_known_about_shortened_runs():
     work = layers("one after the other")
-    recordings = Recordings(
-        lambda decisions, sizes, runs: start_rehearsal(
-            work, decisions, BARE, sizes=sizes, steps=1, primed=True, what_if=True, runs=runs
-        ),
-        lambda decisions: start_update(work, decisions, BARE, [n for n, _ in work.model.named_parameters()]),
-        lambda graph: graph,
-        runs=layer_runs(work.model),
-    )
+    recordings = recordings_of(work, shortening(work))
     whole = MicroBatching(micro_batches=1, size=work.batch_size)
     recordings.prefetch((), [whole])
     other = recordings.finished_by(lambda graph: graph)
