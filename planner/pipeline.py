@@ -210,6 +210,7 @@ def open_session(
             start_what_if=lambda decisions, sizes, runs: rehearse.start_rehearsal(
                 workload, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True, runs=runs
             ).timed_by(watch),
+            start_shortened=lambda runs: rehearse.start_certificate(workload, (), card, runs=runs).timed_by(watch),
             start_forward=lambda workload, samples: rehearse.start_forward(workload, card, samples).timed_by(watch),
             start_update=lambda decisions, trained: rehearse.start_update(workload, decisions, card, trained).timed_by(
                 watch

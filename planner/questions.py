@@ -314,7 +314,8 @@ def smallest_configuration(
     with pipeline.open_session(
         workload, card, Budget.on(card, vram_bytes, margin=constraints.margin), watch
     ) as session:
-        certified = session.certify(session.chooser(session.search_space(constraints), constraints).smallest())
+        space = session.search_space(constraints)
+        certified = fitting.certify_found(session, lambda: session.chooser(space, constraints).smallest())
         smallest_bytes = session.smallest_budget_bytes(certified)
         at_smallest = session.with_budget(smallest_bytes).certify(certified.choice)
         return smallest_bytes, at_smallest.choice.decisions

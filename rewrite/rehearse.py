@@ -99,6 +99,7 @@ def start_certificate(
     card: DeviceProfile,
     schedule: Schedule | None = None,
     between: Sequence[Activity] = (),
+    runs: tuple[LayerRun, ...] = (),
 ) -> Child:
     """Start the rehearsal of two steps in a child process; `.result()` is a `StepGraph` without workspaces.
 
@@ -106,6 +107,7 @@ def start_certificate(
         schedule: the calls of a step of the user's own that have to be recorded, as another recording of it found them.
             None to watch the calls until they repeat.
         between: functions that run between the steps of a run; each of them is recorded twice after the steps.
+        runs: runs of identical layers, most of which are left out, for a recording that is no certificate.
     """
     if schedule is None and workload.step is None:
         schedule = TWO_STEPS
@@ -119,6 +121,7 @@ def start_certificate(
         primed=False,
         what_if=False,
         between=between,
+        runs=runs,
     )
 
 

@@ -246,6 +246,7 @@ class Candidates:
         self._watch, self._sharding = watch or Watch(), sharding
         self._recordings, self._card, self._batch_bytes, self._recompute = recordings, card, batch_bytes, recompute
         self._candidates: dict[tuple[tuple[Decision, ...], MicroBatching], Candidate] = {}
+        self._times_dropped = 0
         self._by_recompute = {recompute: self}
 
     def with_recompute(self, recompute: tuple[type[Decision], ...]) -> Candidates:
@@ -276,6 +277,7 @@ class Candidates:
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate:
         """Returns the candidate, recorded if necessary. Raises `PlannerError` if its step cannot be rehearsed."""
         self._watch.check()
+        self._drop_outdated()
         key = (config, split)
         if key not in self._candidates:
             graph = with_whole_batch(self._recordings.of(config, split), self._batch_bytes)
@@ -292,11 +294,19 @@ class Candidates:
 
     def all(self) -> tuple[Candidate, ...]:
         """Returns all candidates that have been created so far."""
+        self._drop_outdated()
         return tuple(self._candidates.values())
 
     def get(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
         """Returns the candidate if it has been created, else None."""
+        self._drop_outdated()
         return self._candidates.get((config, split))
+
+    def _drop_outdated(self) -> None:
+        """Drop the candidates of recordings that were dropped, because they had been lengthened wrongly."""
+        if self._recordings.times_dropped != self._times_dropped:
+            self._candidates.clear()
+            self._times_dropped = self._recordings.times_dropped
 
 
 class ChunkedCandidates:

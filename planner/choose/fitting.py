@@ -10,14 +10,17 @@ certified, and if its certificate does not fit, another plan is chosen with a sm
 - `smallest` finds out how little memory is possible, where the allocator's slack matters most.
 - `nearest` finds the plan to report if nothing fits, and `shortfall` says what is missing.
 
+If a certificate shows that a recording was lengthened wrongly, the search is repeated with recordings of all layers.
+
 Where it is not exact: a plan that promises less may have more slack, and the number of certificates is limited, so a
 faster plan may exist. A plan that is returned as fitting always has a certificate that fits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from planner.allocator.settings import SMALL_SEGMENT_BYTES
 from planner.choose.budget_search import PromiseBudgets, search
@@ -44,6 +47,10 @@ _LARGE_SLACK = 0.05
 """If the allocator's slack takes more than this fraction of a plan's total, a smaller plan is searched for."""
 _DESCENTS = 2
 """Maximum number of searches for a plan with a smaller total. Each search asks for one small segment (2 MiB) less."""
+
+
+class _OutdatedError(Exception):
+    """Recordings that a search has used were dropped, because they had been lengthened wrongly."""
 
 
 def best(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified | None:
@@ -154,10 +161,40 @@ def fastest(
     return _search(session, space, constraints, attempts=attempts)[0]
 
 
+def certify_found(session: PlanningSession, find: Callable[[], Choice]) -> Certified:
+    """Returns a choice with its certificate; if recordings turn out to be wrong, the choice is searched again."""
+    while True:
+        certified = session.certify(find())
+        if not drop_wrong_recordings(session, certified):
+            return certified
+
+
+def drop_wrong_recordings(session: PlanningSession, certified: Certified) -> bool:
+    """Drops all lengthened recordings if one of those on which the promise of a plan is based is wrong.
+
+    They are compared with recordings of all layers only if the certificate is not what was promised. This happens for
+    other reasons, too.
+
+    Returns:
+        True if recordings were dropped, so that another search may find another plan.
+    """
+    promised_bytes = certified.choice.peak_bytes + certified.more_bytes
+    is_as_promised = promised_bytes == certified.measured.curve_bytes
+    return not is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions)
+
+
 def _search(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int
 ) -> tuple[Certified | None, tuple[Certified, ...]]:
     """Returns the fastest plan that fits (None if no plan fits), and all plans that were certified on the way."""
+    while True:
+        with contextlib.suppress(_OutdatedError):
+            return _search_once(session, space, constraints, attempts=attempts)
+
+
+def _search_once(
+    session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int
+) -> tuple[Certified | None, tuple[Certified, ...]]:
     session.watch.stage("searching")
     chooser, budget_bytes = session.chooser(space, constraints), session.budget.tensor_bytes
     if chooser.fastest(budget_bytes) is None:
@@ -169,6 +206,8 @@ def _search(
         tried[choice] = certified = session.certify(choice)
         session.note(certified, constraints)
         session.watch.stage("searching")
+        if drop_wrong_recordings(session, certified):
+            raise _OutdatedError
         return (
             0
             if certified.measured.fits
@@ -195,7 +234,9 @@ def smallest(session: PlanningSession, space: SearchSpace, constraints: Constrai
         TimeIsUp: the session's time is up; `session.smallest_known` is the smallest plan so far.
     """
     session.watch.stage("searching for the smallest plan")
-    smallest = session.measure_at_smallest_budget(session.certify(_smallest_promise(session, space, constraints)))
+    smallest = session.measure_at_smallest_budget(
+        certify_found(session, lambda: _smallest_promise(session, space, constraints))
+    )
     session.note(smallest, constraints)
     # If slack is a large part of the total, a faster plan with a larger promise may need no more memory, or even less.
     # So search first within the same total, then within a total that is one segment smaller. A plan with micro-batches

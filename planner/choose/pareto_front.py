@@ -88,16 +88,19 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
             "the model has a trade-off of its own: do not force freeze"
         )
     total_bytes(session.baseline)  # recorded before the time for the search is shared out
-    seconds, found, is_complete = session.watch.left_seconds, _Found(), False
-    try:
-        with session.watch.at_most(_SEARCHING * seconds):
-            is_complete = _search_budgets(session, constraints, vram_bytes, found, _DESCENDING * seconds)
-    except TimeIsUp:
-        is_complete = False
-    try:
-        _certify(session, found, constraints)
-    except TimeIsUp:
-        is_complete = False
+    found, is_complete, times_dropped = _Found(), False, None
+    while times_dropped != session.recordings.times_dropped:  # again if recordings turn out to be wrong
+        times_dropped, seconds = session.recordings.times_dropped, session.watch.left_seconds
+        found.answers.clear()
+        try:
+            with session.watch.at_most(_SEARCHING * seconds):
+                is_complete = _search_budgets(session, constraints, vram_bytes, found, _DESCENDING * seconds)
+        except TimeIsUp:
+            is_complete = False
+        try:
+            _certify(session, found)
+        except TimeIsUp:
+            is_complete = False
     if not is_complete and not constraints.forced:
         found.points.append(session.baseline)
     points = _undominated([point for point in found.points if session.quick_enough(point, constraints)])
@@ -222,12 +225,17 @@ def _widest(answers: dict[int, Choice | None], narrow_bytes: float) -> int | Non
     return max(areas, key=areas.__getitem__, default=None)
 
 
-def _certify(session: PlanningSession, found: _Found, constraints: Constraints) -> None:
-    """Certifies the choices, each under the smallest budget in which it runs, and adds them to the points."""
+def _certify(session: PlanningSession, found: _Found) -> None:
+    """Certifies the choices, each under the smallest budget in which it runs, and adds them to the points.
+
+    If the recordings turn out to be wrong, it ends: the choices will be searched again.
+    """
     wanted = list({choice.decisions: choice for choice in found.answers.values() if choice is not None}.values())
     for number, (choice, following) in enumerate(itertools.zip_longest(wanted, wanted[1:])):
         session.watch.stage(f"certifying plan {number + 1} of {len(wanted)}")
         certified = session.certify(choice, then=following)
+        if fitting.drop_wrong_recordings(session, certified):
+            return
         certified = session.with_budget(session.smallest_budget_bytes(certified)).certify(choice)
         found.points.append(certified)
 

@@ -18,7 +18,8 @@ from planner.choose.candidates import Candidates, ChunkedCandidates, optimizer_n
 from planner.choose.certificates import Certificates
 from planner.choose.choice import Choice, Config
 from planner.choose.chooser import Chooser
-from planner.choose.recordings import Recordings, Start, runs_to_shorten
+from planner.choose.recordings import Recordings, Start
+from planner.choose.shortening import Shortening, runs_to_shorten
 from planner.errors import StepError
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
@@ -27,7 +28,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.recording.layer_runs import is_uniform
+from planner.recording.layer_runs import LayerRun
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.space.by_sample import BySampleCheck, StartForward
 from planner.space.carried_state import carried_state
@@ -69,6 +70,7 @@ class PlanningSession:
         *,
         budget: Budget | None,
         start_what_if: Start,
+        start_shortened: Callable[[tuple[LayerRun, ...]], Child],
         start_forward: StartForward,
         start_update: StartUpdate,
         certificates: Certificates,
@@ -78,6 +80,7 @@ class PlanningSession:
         Args:
             budget: the user's budget; None if there is none. Without a budget only `baseline` and `with_budget` work.
             start_what_if: starts the recording of a step.
+            start_shortened: starts the recording of two steps of the baseline with a few layers of each run.
             start_forward: starts the rehearsal of forward and loss.
             start_update: starts the recording of an optimizer update.
             certificates: rehearses rewritten steps.
@@ -90,16 +93,15 @@ class PlanningSession:
         self._asked: Constraints | None = None
         """The constraints whose plans are reported as progress; None if none are."""
         self._certificates = certificates
-        self._recordings = Recordings(
+        self.recordings = Recordings(
             start_what_if,
             None if workload.step else lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
             is_last_different=any(way.keeps_whole_gradients for way in workload.sharding),
-            runs=runs_to_shorten(workload),
-            are_alike=functools.cache(lambda run: is_uniform(self.baseline_graph, run)),
+            shortening=Shortening(runs_to_shorten(workload), start_shortened, lambda: self.baseline_graph),
         )
         self._candidates = Candidates(
-            self._recordings,
+            self.recordings,
             card,
             batch_bytes=workload.batch_bytes,
             watch=self.watch,
@@ -152,7 +154,7 @@ class PlanningSession:
     def close(self) -> None:
         """End the recordings and rehearsals that are still running."""
         self._certificates.forget()
-        self._recordings.close()
+        self.recordings.close()
         if "_by_sample_check" in vars(self):
             self._by_sample_check.close()
 
@@ -182,7 +184,7 @@ class PlanningSession:
             return self
         other = copy.copy(self)
         other._takes_fastest = False
-        least = self._recordings.finished_by(lambda graph: with_least_workspaces(self._with_workspaces(graph)))
+        least = self.recordings.finished_by(lambda graph: with_least_workspaces(self._with_workspaces(graph)))
         other._candidates = self._candidates.of_recordings(least)
         other.__dict__.pop("baseline", None)
         return other

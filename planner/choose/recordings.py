@@ -4,29 +4,26 @@ Each step is recorded once, and many steps need no recording of their own. For s
 recordings with micro-batches of two small sizes are extrapolated to the size asked for. A model that cannot run them,
 because it needs groups of samples, is recorded at each size that is asked for. For a configuration with another
 optimizer, only the update is recorded, and it replaces the update in the recording of the step (`graft_update`), unless
-the update is part of the backward. Of many identical layers only a few are recorded, and the recording is lengthened
-(`lengthen`); the update is then recorded for all layers.
+the update is part of the backward. Of many identical layers only a few are recorded if the baseline shows that this is
+right (`Shortening`), and the recording is lengthened (`lengthen`); the update is then recorded for all layers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
 
+from planner.choose.shortening import Shortening, with_all_layers
 from planner.derive.extrapolate import BASE_SIZES, extrapolate
 from planner.derive.graft_optimizer import can_be_grafted, graft_update
-from planner.derive.lengthen import lengthened
 from planner.derive.same_step import is_same_step
-from planner.errors import PlannerError, StepError, WorkloadError
+from planner.errors import StepError, WorkloadError
 from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
-from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs
+from planner.recording.layer_runs import LayerRun
 from planner.recording.step_graph import StepGraph
 from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Child
-from planner.workload.workload import Workload
 
 Start = Callable[[tuple[Decision, ...], tuple[int, ...], tuple[LayerRun, ...]], Child]
 """Starts a child process that records one step.
@@ -41,29 +38,6 @@ _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
 """Decisions and micro-batch sizes of a recording. Without sizes, it is a recording of the update alone."""
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Shortened:
-    """The runs of layers of which only a few are recorded, and their trial. Copies of `Recordings` share it."""
-
-    runs: tuple[LayerRun, ...]
-    """The runs; empty if all layers are recorded."""
-    trial: tuple[_Key, Child] | None = None
-    """The first recording that is to be lengthened, and one of the same step with one more layer of each run. None
-    before it is started, and after the two were compared."""
-    is_tried: bool = False
-    """True as soon as the trial has been started."""
-
-
-def runs_to_shorten(workload: Workload) -> tuple[LayerRun, ...]:
-    """Returns the runs of identical layers of which a recording may have only a few."""
-    if workload.gradient_names is not None:
-        return ()
-    if any(way.divides_parameters_by == 1 for way in workload.sharding):
-        return ()  # DistributedDataParallel puts the gradients of several layers into one bucket
-    is_gathered = any(way.gathers_parameters for way in workload.sharding)
-    return layer_runs(workload.model, KEPT_WHEN_GATHERED if is_gathered else KEPT)
-
-
 class Recordings:
     """What-if recordings of a workload, by configuration and split."""
 
@@ -74,8 +48,7 @@ class Recordings:
         finish: Callable[[StepGraph], StepGraph],
         *,
         is_last_different: bool = False,
-        runs: tuple[LayerRun, ...] = (),
-        are_alike: Callable[[LayerRun], bool] = lambda run: True,
+        shortening: Shortening | None = None,
     ) -> None:
         """
         Args:
@@ -84,21 +57,23 @@ class Recordings:
             finish: adds the workspaces of kernels to a recording, which does not contain them.
             is_last_different: True if the last micro-batch differs from the others of its size: only its backward
                 reduces gradients over several cards.
-            runs: runs of layers that look identical.
-            are_alike: says whether the layers of a run took the same ops in the recording of the baseline. It is called
-                when a recording is asked for.
+            shortening: the runs of identical layers that recordings may lack; None if all layers are recorded.
         """
-        self._are_alike, self._shortened = are_alike, _Shortened(runs=runs)
+        self._shortening = shortening or Shortening()
         self._start, self._start_update = start, start_update
         self._finish = finish
         self._most_parts = 3 if is_last_different else 2
         """Maximum number of micro-batches in a recording."""
-        self._finished: dict[_Key, StepGraph] = {}
+        self._finished: dict[tuple[int, _Key], StepGraph] = {}
         self._together: dict[_Key, StepGraph] = {}
         self._recorded: dict[_Key, StepGraph] = {}
         self._running: dict[_Key, Child] = {}
         self._irregular: set[tuple[Decision, ...]] = set()
         """Configurations whose recordings cannot be extrapolated."""
+        self._with_all_layers: set[_Key] = set()
+        """Recordings that cannot be lengthened: they have all layers."""
+        self._compared: set[_Key] = set()
+        """Lengthened recordings that equal recordings of all layers."""
         self._failed: dict[_Key, StepError] = {}
         """Errors of the recordings that failed."""
         self._refused: dict[int, StepError] = {}
@@ -178,11 +153,10 @@ class Recordings:
 
     def close(self) -> None:
         """End the recordings that are still running."""
-        trial = [] if self._shortened.trial is None else [self._shortened.trial[1]]
-        for child in (*self._running.values(), *trial):
+        for child in self._running.values():
             child.end()
         self._running.clear()
-        self._shortened.trial = None
+        self._shortening.close()
 
     def _prefetch(self, key: _Key) -> None:
         step, update = self._parts(key)
@@ -193,9 +167,10 @@ class Recordings:
             self._begin(update)
 
     def _get(self, key: _Key) -> StepGraph:
-        if key not in self._finished:
-            self._finished[key] = self._finish(self._joined(key))
-        return self._finished[key]
+        known = self.times_dropped, key
+        if known not in self._finished:
+            self._finished[known] = self._finish(self._joined(key))
+        return self._finished[known]
 
     def _joined(self, key: _Key) -> StepGraph:
         """Returns a recording with its update, without the workspaces of kernels."""
@@ -212,14 +187,13 @@ class Recordings:
 
     def _begin(self, part: _Key) -> None:
         if part not in self._recorded and part not in self._running and part not in self._failed:
-            if part[1] or self._start_update is None:
-                runs = self._shortened.runs if self._is_lengthened(part) else ()
-                self._running[part] = self._start(*part, runs)
-                if runs and not self._shortened.is_tried:
-                    one_more = tuple(dataclasses.replace(run, kept=run.kept + 1) for run in runs)
-                    self._shortened.trial, self._shortened.is_tried = (part, self._start(*part, one_more)), True
-            else:
+            if not part[1] and self._start_update is not None:
                 self._running[part] = self._start_update(part[0])
+            elif self._is_lengthened(part):
+                self._running[part] = self._start(*part, self._shortening.runs)
+                self._shortening.begin()
+            else:
+                self._running[part] = self._start(*part, ())
 
     def _parts(self, key: _Key) -> tuple[_Key, _Key | None]:
         """Returns the keys of the two recordings from which the recording of `key` can be put together.
@@ -229,38 +203,42 @@ class Recordings:
         result is `key` and None.
         """
         decisions, sizes = key
-        has_other = has_role(decisions, Role.OPTIMIZER) or self._is_lengthened(key)
+        has_other = has_role(decisions, Role.OPTIMIZER) or self._may_be_lengthened(key)
         if self._start_update is None or not has_other or any(decision.steps_in_backward for decision in decisions):
             return key, None
         step = without_roles(decisions, Role.OPTIMIZER), sizes
         return step, (without_roles(decisions, Role.MICRO_BATCHING, Role.LOSS), ())
 
-    def _is_lengthened(self, key: _Key) -> bool:
-        """True if only a few of the identical layers are recorded."""
+    def _may_be_lengthened(self, key: _Key) -> bool:
+        """True if only a few of the identical layers are recorded, unless this recording turns out to need all."""
         decisions, sizes = key
         return (
-            bool(self._shortened.runs and sizes)
+            bool(self._shortening.runs and sizes)
             and self._start_update is not None
             and not has_role(decisions, Role.FREEZING)
             and not any(decision.steps_in_backward for decision in decisions)
         )
+
+    def _is_lengthened(self, part: _Key) -> bool:
+        """True if only a few of the identical layers are recorded for this part of a recording."""
+        return self._may_be_lengthened(part) and part not in self._with_all_layers
 
     def _result(self, part: _Key) -> StepGraph:
         if part in self._failed:
             raise self._failed[part]
         if part not in self._recorded:
             self._begin(part)
-            if self._shortened.trial is not None and self._is_lengthened(part):
-                self._compare_with_one_more_layer()
+            is_lengthened = self._is_lengthened(part)
+            if is_lengthened and not self._may_lengthen():
                 return self._result(part)
             child = self._running.pop(part)
             try:
-                graph = self._lengthened(child) if self._is_lengthened(part) else child.result()
+                graph = self._lengthened(child) if is_lengthened else child.result()
             except StepError as error:
                 self._failed[part] = error
                 raise
             if graph is None:
-                self._record_all_layers()
+                self._with_all_layers.add(part)
                 return self._result(part)
             self._recorded[part] = graph
         return self._recorded[part]
@@ -268,48 +246,71 @@ class Recordings:
     def _lengthened(self, child: Child) -> StepGraph | None:
         """Returns the recording of all layers; None if it cannot be known from those that were recorded."""
         try:
-            return _with_layers(child.result(), self._shortened.runs)
-        except PlannerError:  # the model may need all its layers: if that is not the reason, the next recording says so
+            return with_all_layers(child.result(), self._shortening.runs)
+        except StepError:  # the model may need all its layers: if that is not the reason, the next recording says so
             return None
 
-    def _compare_with_one_more_layer(self) -> None:
-        """Decides whether recordings can be lengthened.
-
-        The first of them, lengthened by one layer of each run, must equal the recording of a model that has this layer.
-        This shows whether anything outside of the layers depends on their number.
-        """
-        shortened = self._shortened
-        assert shortened.trial is not None
-        part, one_more = shortened.trial
-        graph = None
+    def _may_lengthen(self) -> bool:
+        """True if recordings may be lengthened. If not, those that run with a few layers are ended."""
+        shortened = [part for part in self._running if self._is_lengthened(part)]
+        is_right = False
         try:
-            if all(self._are_alike(run) for run in shortened.runs):
-                with contextlib.suppress(PlannerError):  # as in `_lengthened`
-                    short = self._running.pop(part).result()
-                    shortened.trial = None
-                    by_one = _with_layers(
-                        short, [dataclasses.replace(run, layers=run.kept + 1) for run in shortened.runs]
-                    )
-                    if is_same_step(by_one, one_more.result()):
-                        graph = _with_layers(short, shortened.runs)
+            is_right = self._shortening.is_right()
         finally:  # also if the time is up
-            if graph is None:
-                self._record_all_layers()
-        if graph is not None:
-            self._recorded[part] = graph
+            for part in () if is_right else shortened:
+                self._running.pop(part).end()
+        return is_right
 
-    def _record_all_layers(self) -> None:
-        """Record all layers from now on, because a recording could not be lengthened."""
-        self._shortened.runs = ()
-        self.close()
+    # ---- when a certificate is not what was promised ----------------------------------------------------------------
+
+    @property
+    def times_dropped(self) -> int:
+        """How often recordings were dropped, because they had been lengthened wrongly."""
+        return self._shortening.times_dropped
+
+    def drop_if_wrong(self, decisions: tuple[Decision, ...]) -> bool:
+        """Compares the lengthened recordings of a configuration with recordings of all layers.
+
+        If one differs, all lengthened recordings are dropped, and all layers are recorded from now on.
+
+        Args:
+            decisions: the decisions of a plan with this configuration.
+
+        Returns:
+            True if recordings were dropped.
+        """
+        config = _without_all_but_the_step(decisions)
+        parts = [part for part in self._recorded if self._is_lengthened(part) and part not in self._compared]
+        children = {part: self._start(*part, ()) for part in parts if _without_all_but_the_step(part[0]) == config}
+        try:
+            for part in tuple(children):
+                try:
+                    full = children.pop(part).result()
+                except StepError:  # a step that cannot be recorded must not be promised
+                    full = None
+                if not is_same_step(full, self._recorded[part]):
+                    self._drop_lengthened()
+                    return True
+                self._compared.add(part)
+        finally:
+            for child in children.values():
+                child.end()
+        return False
+
+    def _drop_lengthened(self) -> None:
+        for part in [part for part in self._running if self._is_lengthened(part)]:
+            self._running.pop(part).end()
+        for part in [part for part in self._recorded if self._is_lengthened(part)]:
+            del self._recorded[part]
+        self._together.clear()
+        self._irregular.clear()
+        self._shortening.drop()
 
 
-def _with_layers(graph: StepGraph, runs: Iterable[LayerRun]) -> StepGraph | None:
-    """Returns a recording with all layers of the runs; None if it cannot be lengthened."""
-    longer: StepGraph | None = graph
-    for run in runs:
-        longer = longer and lengthened(longer, run)
-    return longer
+def _without_all_but_the_step(decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
+    """Returns the decisions on which the recording of a step depends, without its sizes and its update."""
+    others = Role.SHARDING, Role.RECOMPUTE, Role.ALLOCATOR, Role.OPTIMIZER, Role.MICRO_BATCHING
+    return without_roles(decisions, *others)
 
 
 def _accumulated(config: tuple[Decision, ...], sizes: tuple[int, ...]) -> _Key:

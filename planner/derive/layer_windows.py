@@ -153,6 +153,15 @@ def windows_of(graph: StepGraph, run: LayerRun) -> list[Window]:
 
 
 def in_turn(layers: Sequence[int], starts: list[int], stops: list[int], passed: Pass) -> Iterator[Window]:
+    """Yields the windows of the layers in a pass, in which they take turns.
+
+    Args:
+        layers: positions of the layers, in the order of their turns.
+        starts, stops: first tick of each layer's turn, and the tick after its last one.
+
+    Raises:
+        NotAlikeError: a turn ends before it begins, so that the layers do not take turns.
+    """
     for layer, start, stop in zip(layers, starts, stops, strict=True):
         if stop <= start:
             raise NotAlikeError

@@ -2,9 +2,10 @@
 
 The recording is of a model with a few layers of a run of identical ones (`planner.recording.layer_runs`). The events
 of one layer are in one *window* of ticks for each forward, from its call to the call of the next layer, in one for each
-backward, and in one for each time at which all layers free what they held. Each op, storage, save and call belongs to a
-layer (its *owner*) or to none. Its ticks are given by the windows that they are in, relative to the owner: a storage
-that a layer makes and the next layer frees dies in the forward window of the owner plus one.
+backward, and in one for each time at which all layers free what they held. The last layer's window of a forward ends
+with its call: what follows belongs to no layer. Each op, storage, save and call belongs to a layer (its *owner*) or to
+none. Its ticks are given by the windows that they are in, relative to the owner: a storage that a layer makes and the
+next layer frees dies in the forward window of the owner plus one.
 
 The two layers in the middle must agree in all this. Then each layer that was left out gets a copy of what the first of
 them has. The result has the same memory curve as a recording of the whole model, tick by tick, from the first op of the
@@ -54,17 +55,17 @@ class _Owned:
                 self.of_layer[owner].append(index)
         self.places: list[tuple[int, int | None]] = []
         """The items of the longer recording in their order: index in the shorter one, and position of the layer."""
-        self._new: dict[tuple[int | None, int], int] = {}
+        self._new_indices: dict[tuple[int | None, int], int] = {}
 
     def arrange(self, order: list[tuple[tuple[int, ...], int, int | None]]) -> None:
         """Sets the order of the items of the longer recording. Each has a key for sorting, an index and a layer."""
         self.places = [(index, layer) for _, index, layer in sorted(order, key=lambda item: item[0])]
         for number, (index, layer) in enumerate(self.places):
-            self._new[layer, index if layer is None else self.slots[index]] = number
+            self._new_indices[layer, index if layer is None else self.slots[index]] = number
 
     def new_index(self, index: int, layer: int | None) -> int:
         """Returns the index in the longer recording of an item, or of its copy in a layer."""
-        found = self._new.get((layer, index if layer is None else self.slots[index]))
+        found = self._new_indices.get((layer, index if layer is None else self.slots[index]))
         if found is None:
             raise NotAlikeError
         return found
@@ -213,14 +214,14 @@ class _Lengthening:
         at = self._ticks.relative
         if isinstance(item, Storage):
             lives = [(at(birth, owner), at(death, owner)) for birth, death in item.lives]
-            made_by = self._known(self._ops, item.op, owner)
+            made_by = self._relative(self._ops, item.op, owner)
             return item.size_bytes, lives, item.category, made_by, self._name(item.name, owner), item.shape, item.stream
         if isinstance(item, Op):
             used = [
-                [self._known(self._storages, index, owner) for index in indices]
+                [self._relative(self._storages, index, owner) for index in indices]
                 for indices in (item.inputs, item.outputs, item.written)
             ]
-            calls = self._known(self._calls, item.call, owner), self._known(self._ops, item.forward_op, owner)
+            calls = self._relative(self._calls, item.call, owner), self._relative(self._ops, item.forward_op, owner)
             rest = (item.name, item.phase, item.flops, item.moved_bytes, item.host_bytes, item.dtype, item.shapes)
             return (
                 *rest,
@@ -235,19 +236,19 @@ class _Lengthening:
         if isinstance(item, Save):
             when = [None if tick is None else at(tick, owner) for tick in _ticks_of(item)]
             return (
-                self._known(self._storages, item.storage, owner),
-                self._known(self._calls, item.call, owner),
+                self._relative(self._storages, item.storage, owner),
+                self._relative(self._calls, item.call, owner),
                 when,
                 item.is_of_next_op,
             )
         assert isinstance(item, Call)
         inputs = [
-            [self._known(self._storages, index, owner) for index in indices]
+            [self._relative(self._storages, index, owner) for index in indices]
             for indices in (item.inputs, item.made_inputs)
         ]
         return (
             self._name(item.module, owner),
-            self._known(self._calls, item.parent, owner),
+            self._relative(self._calls, item.parent, owner),
             inputs,
             at(item.start, owner),
             at(item.end, owner),
@@ -256,7 +257,8 @@ class _Lengthening:
         )
 
     @staticmethod
-    def _known(owned: _Owned, index: int | None, owner: int) -> object:
+    def _relative(owned: _Owned, index: int | None, owner: int) -> object:
+        """Returns a description of what an item of a layer refers to, the same in all layers that are alike."""
         if index is None:
             return None
         layer = owned.owners[index]
@@ -276,7 +278,7 @@ class _Lengthening:
             for user, place in ([(owner, layer)] if owner is not None else self._users(birth))
         ]
         name = self._renamed(storage.name, owner, layer) if storage.category is not Category.INPUT else storage.name
-        op = self._new(self._ops, storage.op, owner, layer, is_shared=owner is None)
+        op = self._new_index_or_none(self._ops, storage.op, owner, layer, is_shared=owner is None)
         return dataclasses.replace(storage, lives=sorted(lives, key=lambda life: life[1]), name=name, op=op)
 
     def _users(self, birth: int) -> list[tuple[int | None, int | None]]:
@@ -297,14 +299,14 @@ class _Lengthening:
         is_shared = owner is None and self._ticks.begin < op.tick < self._ticks.end
 
         def storages(indices: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(self._index(self._storages, i, owner, layer, is_shared=is_shared) for i in indices)
+            return tuple(self._new_index(self._storages, i, owner, layer, is_shared=is_shared) for i in indices)
 
         return dataclasses.replace(
             op,
             tick=self._ticks.moved(op.tick, owner, layer),
             module=self._renamed(op.module, owner, layer),
-            call=self._new(self._calls, op.call, owner, layer, is_shared=is_shared),
-            forward_op=self._new(self._ops, op.forward_op, owner, layer, is_shared=is_shared),
+            call=self._new_index_or_none(self._calls, op.call, owner, layer, is_shared=is_shared),
+            forward_op=self._new_index_or_none(self._ops, op.forward_op, owner, layer, is_shared=is_shared),
             inputs=storages(op.inputs),
             outputs=storages(op.outputs),
             written=storages(op.written),
@@ -318,8 +320,8 @@ class _Lengthening:
         assert pack is not None
         return dataclasses.replace(
             save,
-            storage=self._new(self._storages, save.storage, owner, layer, is_shared=owner is None),
-            call=self._new(self._calls, save.call, owner, layer, is_shared=owner is None),
+            storage=self._new_index_or_none(self._storages, save.storage, owner, layer, is_shared=owner is None),
+            call=self._new_index_or_none(self._calls, save.call, owner, layer, is_shared=owner is None),
             pack=pack,
             unpack=unpack,
             release=release,
@@ -332,12 +334,12 @@ class _Lengthening:
         return dataclasses.replace(
             call,
             module=self._renamed(call.module, owner, layer),
-            parent=self._new(self._calls, call.parent, owner, layer, is_shared=is_shared),
+            parent=self._new_index_or_none(self._calls, call.parent, owner, layer, is_shared=is_shared),
             start=self._ticks.moved(call.start, owner, layer),
             end=self._ticks.moved(call.end, owner, layer),
-            inputs=tuple(self._index(self._storages, i, owner, layer, is_shared=is_shared) for i in call.inputs),
+            inputs=tuple(self._new_index(self._storages, i, owner, layer, is_shared=is_shared) for i in call.inputs),
             made_inputs=tuple(
-                self._index(self._storages, i, owner, layer, is_shared=is_shared) for i in call.made_inputs
+                self._new_index(self._storages, i, owner, layer, is_shared=is_shared) for i in call.made_inputs
             ),
         )
 
@@ -351,12 +353,13 @@ class _Lengthening:
             return self._run.path(self._ticks.new_layer(named), rest)
         return self._run.path(layer + named - owner, rest)
 
-    def _new(
+    def _new_index_or_none(
         self, owned: _Owned, index: int | None, owner: int | None, layer: int | None, *, is_shared: bool
     ) -> int | None:
-        return None if index is None else self._index(owned, index, owner, layer, is_shared=is_shared)
+        """Returns `_new_index`; None if the item refers to nothing."""
+        return None if index is None else self._new_index(owned, index, owner, layer, is_shared=is_shared)
 
-    def _index(self, owned: _Owned, index: int, owner: int | None, layer: int | None, *, is_shared: bool) -> int:
+    def _new_index(self, owned: _Owned, index: int, owner: int | None, layer: int | None, *, is_shared: bool) -> int:
         """Returns the index in the longer recording of what an item of a layer, or of its copy, refers to.
 
         Args:

@@ -317,6 +317,38 @@ def first_steps(graph: StepGraph, steps: int) -> StepGraph:
     )
 
 
+def last_step(graph: StepGraph) -> StepGraph:
+    """Returns the recording of the last step alone. What exists before this step counts as made before the recording.
+
+    Args:
+        graph: a plain recording.
+    """
+    begin = graph.step_starts[-1]
+    ops, calls = sum(op.tick <= begin for op in graph.ops), sum(call.start <= begin for call in graph.calls)
+
+    def later(index: int | None, before: int) -> int | None:
+        return None if index is None or index < before else index - before
+
+    return dataclasses.replace(
+        graph,
+        ops=[
+            dataclasses.replace(op, call=later(op.call, calls), forward_op=later(op.forward_op, ops))
+            for op in graph.ops[ops:]
+        ],
+        storages=[
+            dataclasses.replace(
+                storage, lives=[life for life in storage.lives if life[1] > begin], op=later(storage.op, ops)
+            )
+            for storage in graph.storages
+        ],
+        calls=[dataclasses.replace(call, parent=later(call.parent, calls)) for call in graph.calls[calls:]],
+        steps=1,
+        primed=True,
+        step_starts=(begin,),
+        cache_releases=tuple(tick for tick in graph.cache_releases if tick > begin),
+    )
+
+
 def round_up(size_bytes: int, granularity_bytes: int) -> int:
     """Returns the smallest multiple of `granularity_bytes` that is at least `size_bytes`."""
     return -(-size_bytes // granularity_bytes) * granularity_bytes

@@ -1,0 +1,142 @@
+"""Planted faults: recordings of models with many identical layers."""
+
+from __future__ import annotations
+
+from benchmarks.faults.fault import Fault
+
+_SEEN = "tests/derive/test_shortening.py::test_what_tells_one_layer_from_the_others_is_seen_in_the_baseline"
+
+FAULTS = (
+    Fault(
+        name="lengthened-without-comparing-two-layers",
+        path="planner/derive/lengthen.py",
+        old="                if self._described(items[index], one) != self._described(items[same], other):",
+        new="                if self._described(items[index], one) == ():",
+        tests=(
+            "tests/derive/test_shortening.py::test_layers_that_are_used_differently_or_together_are_not_lengthened",
+        ),
+        why="layers that differ are copied as if they were alike",
+    ),
+    Fault(
+        name="lengthened-with-one-backward-for-all-copies",
+        path="planner/derive/layer_windows.py",
+        old="self._lengths[passed] * (1 if passed.upwards else -1)",
+        new="self._lengths[passed] * (1 if passed.upwards else 0)",
+        tests=("tests/derive/test_lengthen.py::test_a_model_of_plain_layers_is_lengthened",),
+        why="the layers that were left out run their backwards at the same time",
+    ),
+    Fault(
+        name="lengthened-with-the-buckets-of-a-few-layers",
+        path="planner/choose/shortening.py",
+        old="    if any(way.divides_parameters_by == 1 for way in workload.sharding):",
+        new="    if not workload.sharding and workload.batch_size == 0:",
+        tests=("tests/derive/test_lengthen.py::test_recordings_with_buckets_of_gradients_have_all_layers",),
+        why="the buckets of DistributedDataParallel hold the gradients of six layers only",
+    ),
+    Fault(
+        name="lengthened-under-fsdp2-as-on-one-card",
+        path="planner/choose/shortening.py",
+        old="layer_runs(workload.model, KEPT_WHEN_GATHERED if is_gathered else KEPT)",
+        new="layer_runs(workload.model, KEPT)",
+        tests=("tests/derive/test_lengthen.py::test_a_recording_under_fsdp2_is_lengthened[llama-fsdp-micro-batches]",),
+        why="six layers do not show what one more layer adds under FSDP2, so that all layers are recorded",
+    ),
+    Fault(
+        name="lengthened-without-the-update-of-all-layers",
+        path="planner/choose/recordings.py",
+        old="        has_other = has_role(decisions, Role.OPTIMIZER) or self._may_be_lengthened(key)",
+        new="        has_other = has_role(decisions, Role.OPTIMIZER)",
+        tests=("tests/derive/test_shortening.py::test_the_search_gets_the_update_of_all_layers",),
+        why="the search sees the update of six layers only",
+    ),
+    Fault(
+        name="lengthened-whatever-the-baseline-shows",
+        path="planner/choose/shortening.py",
+        old="        return not short.ops_differ and is_same_step(",
+        new="        return not short.ops_differ or is_same_step(",
+        tests=(_SEEN,),
+        why="layers that differ in the baseline are copied as if they were alike",
+    ),
+    Fault(
+        name="lengthened-whatever-one-layer-changes",
+        path="planner/derive/same_step.py",
+        old="                    call.obstacle,\n",
+        new="",
+        tests=(f"{_SEEN}[it counts its calls]",),
+        why="a layer that changes an attribute in its forward is recomputed by an exact plan",
+    ),
+    Fault(
+        name="lengthened-whatever-hooks-one-layer-has",
+        path="planner/derive/same_step.py",
+        old="                    call.has_hooks,\n",
+        new="",
+        tests=(f"{_SEEN}[a forward hook]",),
+        why="the hook of one layer is left out, or those of other layers are run",
+    ),
+    Fault(
+        name="lengthened-whatever-kernels-run",
+        path="planner/derive/same_step.py",
+        old="rest = op.shapes, op.kernel, op",
+        new="rest = op.shapes, op",
+        tests=(f"{_SEEN}[another kernel for equal shapes]",),
+        why="layers whose kernels need other workspaces are copied as if they were alike",
+    ),
+    Fault(
+        name="lengthened-whatever-the-model-reads-again",
+        path="planner/derive/same_step.py",
+        old="        return storage.size_bytes, storage.category, storage.name, storage.shape, storage.stream, lives",
+        new="        return storage.size_bytes, storage.category, storage.shape, storage.stream",
+        tests=(f"{_SEEN}[its weight is part of the loss]",),
+        why="a weight of one layer that is used in another place is taken for that of another layer",
+    ),
+    Fault(
+        name="lengthened-with-tied-weights",
+        path="planner/recording/layer_runs.py",
+        old="    return all(places[parameter] == number for",
+        new="    return all(places[parameter] >= number for",
+        tests=(
+            "tests/derive/test_shortening.py::test_layers_whose_parameters_are_used_elsewhere_or_have_hooks_are_all_recorded",
+        ),
+        why="a layer whose weight belongs to another module, too, is left out",
+    ),
+    Fault(
+        name="lengthened-with-hooks-of-gradients",
+        path="planner/recording/layer_runs.py",
+        old="        parameter._backward_hooks or parameter._post_accumulate_grad_hooks for",
+        new="        parameter._backward_hooks is parameter for",
+        tests=(
+            "tests/derive/test_shortening.py::test_layers_whose_parameters_are_used_elsewhere_or_have_hooks_are_all_recorded",
+        ),
+        why="a layer whose gradients have a hook is left out",
+    ),
+    Fault(
+        name="lengthened-whatever-all-layers-show",
+        path="planner/choose/recordings.py",
+        old="                if not is_same_step(full, self._recorded[part]):",
+        new="                if full is not None and full.steps != 1:",
+        tests=(
+            "tests/derive/test_shortening.py::test_lengthened_recordings_are_dropped_if_another_precision_shows_a_difference",
+        ),
+        why="a difference between layers that only bf16 shows stays in the promises of plans",
+    ),
+    Fault(
+        name="lengthened-whatever-the-certificate-says",
+        path="planner/choose/fitting.py",
+        old="    return not is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions)",
+        new="    return is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions)",
+        tests=(
+            "tests/derive/test_shortening.py::test_a_plan_is_as_good_as_with_recordings_of_all_layers_if_another_precision_shows_a_difference",
+        ),
+        why="a plan is chosen by promises that its certificate has shown to be wrong",
+    ),
+    Fault(
+        name="lengthened-unless-another-recording-cannot-be",
+        path="planner/choose/recordings.py",
+        old="                self._with_all_layers.add(part)",
+        new="                self._shortening.end()",
+        tests=(
+            "tests/derive/test_shortening.py::test_a_recording_that_cannot_be_lengthened_does_not_keep_others_from_it",
+        ),
+        why="all recordings have all layers if one of them needs all",
+    ),
+)

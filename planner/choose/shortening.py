@@ -1,0 +1,120 @@
+"""Decides whether what-if recordings may have only a few of many identical layers.
+
+They may if this holds for the baseline, whose recording has all layers: a recording of the baseline with a few layers,
+lengthened, has the same events. So whatever tells one layer from the others, or depends on their number, is found if it
+changes an event of the baseline. What changes only events of another precision, or of a micro-batch, is found by the
+certificates: their peak is then not the promised one (`Recordings.drop_if_wrong`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from planner.derive.lengthen import lengthened
+from planner.derive.same_step import is_same_step
+from planner.errors import StepError
+from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs
+from planner.recording.step_graph import Category, StepGraph, last_step
+from planner.virtual_gpu.forked_process import Child
+from planner.workload.workload import Workload
+
+
+def runs_to_shorten(workload: Workload) -> tuple[LayerRun, ...]:
+    """Returns the runs of identical layers of which a recording may have only a few."""
+    if workload.gradient_names is not None:
+        return ()
+    if any(way.divides_parameters_by == 1 for way in workload.sharding):
+        return ()  # DistributedDataParallel puts the gradients of several layers into one bucket
+    is_gathered = any(way.gathers_parameters for way in workload.sharding)
+    return layer_runs(workload.model, KEPT_WHEN_GATHERED if is_gathered else KEPT)
+
+
+def with_all_layers(graph: StepGraph, runs: Iterable[LayerRun]) -> StepGraph | None:
+    """Returns a recording with all layers of the runs; None if they cannot be known from those that it has."""
+    longer: StepGraph | None = graph
+    for run in runs:
+        longer = longer and lengthened(longer, run)
+    return longer
+
+
+class Shortening:
+    """The runs of layers that recordings may lack. Copies of `Recordings` share it."""
+
+    def __init__(
+        self,
+        runs: tuple[LayerRun, ...] = (),
+        start_baseline: Callable[[tuple[LayerRun, ...]], Child] | None = None,
+        baseline: Callable[[], StepGraph] | None = None,
+    ) -> None:
+        """
+        Args:
+            runs: runs of layers that look identical.
+            start_baseline: starts the recording of two steps of the baseline with a few layers of each run; None if
+                nothing is compared.
+            baseline: returns the recording of two steps of the baseline with all layers; None if nothing is compared.
+        """
+        self.runs = runs
+        """The runs; empty if all layers are recorded."""
+        self.times_dropped = 0
+        """How often lengthened recordings were dropped because one of them was wrong: at most once."""
+        self._start_baseline, self._baseline = start_baseline, baseline
+        self._child: Child | None = None
+        self._is_compared = start_baseline is None or baseline is None
+
+    def begin(self) -> None:
+        """Start the recording of the baseline with a few layers, unless it has been started."""
+        if self.runs and not self._is_compared and self._child is None and self._start_baseline is not None:
+            self._child = self._start_baseline(self.runs)
+
+    def is_right(self) -> bool:
+        """True if recordings may be lengthened. The first call compares the recordings of the baseline."""
+        if not self._is_compared and self.runs:
+            self.begin()
+            is_right = False
+            try:
+                is_right = self._is_baseline_right()
+            finally:  # also if the time is up
+                self._is_compared = True
+                if not is_right:
+                    self.end()
+        return bool(self.runs)
+
+    def _is_baseline_right(self) -> bool:
+        assert self._child is not None and self._baseline is not None
+        full, child = self._baseline(), self._child
+        if full.ops_differ or full.update_tick is None:  # the first step has other ops, such as those that fill a cache
+            return False
+        self._child = None
+        try:
+            short = child.result()
+        except StepError:  # the model may need all its layers
+            return False
+        return not short.ops_differ and is_same_step(
+            with_all_layers(last_step(short), self.runs), _without_workspaces(last_step(full))
+        )
+
+    def end(self) -> None:
+        """Record all layers from now on."""
+        self.close()
+        self.runs = ()
+
+    def drop(self) -> None:
+        """Record all layers from now on, because a lengthened recording was wrong."""
+        self.end()
+        self.times_dropped += 1
+
+    def close(self) -> None:
+        """End the recording of the baseline if it is still running."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+
+def _without_workspaces(graph: StepGraph) -> StepGraph:
+    """Returns the recording without the workspaces of kernels, which are not recorded, but added to a recording."""
+    storages = [
+        storage if storage.category is not Category.WORKSPACE else dataclasses.replace(storage, lives=[])
+        for storage in graph.storages
+    ]
+    return dataclasses.replace(graph, storages=storages)

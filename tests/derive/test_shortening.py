@@ -1,0 +1,225 @@
+"""Recordings may lack layers only if nothing tells the layers apart, and a wrong one is found by its certificate."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import planner
+from planner.choose import planning_session
+from planner.choose.recordings import Recordings
+from planner.choose.shortening import runs_to_shorten
+from planner.derive.same_step import is_same_step
+from planner.plan_types.decisions import Accumulation, Optimizer, Precision
+from planner.plan_types.plan import Plan
+from planner.recording.step_graph import Category
+from planner.space.micro_batches import MicroBatching
+from planner.workload.workload import Workload, workload
+from tests.support.lengthening import (
+    LAYERS,
+    assert_equal,
+    layers,
+    of_step,
+    recorded,
+    recordings_of,
+    shortened,
+    shortening,
+    with_all_layers,
+)
+from tests.support.workloads import transformer
+
+SPLIT = Accumulation(micro_batch_size=2, micro_batches=2)
+
+
+@pytest.mark.slow
+def test_the_recording_of_the_baseline_shows_layers_that_differ():
+    """Every sixth layer of Gemma 3 attends to all tokens, and the others to a window."""
+    settings = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 128,
+        "num_hidden_layers": LAYERS,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    work = transformer("gemma3_text", "Gemma3ForCausalLM", batch_size=2, seq_len=16, **settings)
+    assert runs_to_shorten(work)
+    assert not shortening(work).is_right()
+
+
+@pytest.mark.parametrize("config", [(), (Optimizer(),)], ids=["the user's optimizer", "8-bit optimizer"])
+def test_the_search_gets_the_update_of_all_layers(config):
+    work = layers("one after the other")
+    known = shortening(work)
+    longer, full = recorded(work, known, config), recorded(work, None, config)
+    assert known.runs
+    (ops, _), (all_ops, _) = of_step(longer), of_step(full)
+    assert [op.name for op in ops] == [op.name for op in all_ops]
+    ticks, all_ticks = ([op.tick for op in each] for each in (ops, all_ops))
+    assert (longer.live_bytes()[ticks] == full.live_bytes()[all_ticks]).all()
+    for category in Category:
+        assert longer.bytes_of(category) == full.bytes_of(category)
+
+
+@pytest.mark.parametrize("way", ["one more output is part of the loss", "a tensor has a row for each layer"])
+def test_layers_whose_position_or_number_matters_are_all_recorded(way):
+    work = layers(way)
+    assert with_all_layers(shortened(work), work) is not None  # two layers are alike, but one more is different
+    assert_equal(recorded(work, shortening(work)), recorded(work))
+
+
+class Layer(torch.nn.Module):
+    """A layer that may differ from the others in one of several ways."""
+
+    def __init__(self, way: str | None) -> None:
+        super().__init__()
+        self.linear, self.way, self.calls = torch.nn.Linear(16, 16), way, 0
+        if way == "a forward hook":
+            self.register_forward_hook(lambda layer, inputs, output: None)
+
+    def forward(self, x):
+        if self.way == "it counts its calls":
+            self.calls += 1
+        if self.way == "another kernel for equal shapes":
+            x = x + x.sum(1)
+        elif self.way == "kernels of one kind":
+            x = x + x.sum(0)
+        is_cast = self.way != "no autocast"
+        with contextlib.nullcontext() if is_cast else torch.autocast("cuda", enabled=False):
+            x = torch.relu(self.linear(x if is_cast else x.float()))
+        if self.way == "the gradient of its output is kept":
+            x.retain_grad()
+            self.output = x
+        return x
+
+
+class Stack(torch.nn.Module):
+    """Eighteen layers that look identical, of which one may differ."""
+
+    def __init__(self, way: str, differs: int = 9) -> None:
+        super().__init__()
+        self.way, self.differs = way, differs
+        others = "kernels of one kind" if way == "another kernel for equal shapes" else None
+        self.layers = torch.nn.ModuleList(Layer(way if number == differs else others) for number in range(18))
+
+    def forward(self, x):
+        loss, outputs = 0, []
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.way == "all outputs are kept":
+                outputs.append(x)
+            if self.way == "its output is part of the loss" and number == self.differs:
+                loss = x.mean()
+            if self.way == "all outputs are doubled by the model":
+                x = x * 2
+            if self.way == "its output is doubled by the model" and number == self.differs:
+                x = x * 2
+        if self.way == "its weight is part of the loss":
+            return x.square().mean() + self.layers[self.differs].linear.weight.mean()
+        if self.way == "rows for layers from the tenth on":
+            return x.square().mean() * x.new_ones(max(0, len(self.layers) - 9), 8).sum()
+        return x.square().mean() + loss
+
+
+def stack(way: str, differs: int = 9) -> Workload:
+    with torch.device("meta"):
+        return workload(Stack(way, differs), torch.zeros(16, 16))
+
+
+DIFFERENCES = [
+    "it counts its calls",
+    "a forward hook",
+    "another kernel for equal shapes",
+    "the gradient of its output is kept",
+    "its output is doubled by the model",
+    "its output is part of the loss",
+    "its weight is part of the loss",
+]
+
+
+@pytest.mark.parametrize("way", [*DIFFERENCES, "rows for layers from the tenth on"])
+def test_what_tells_one_layer_from_the_others_is_seen_in_the_baseline(way):
+    work = stack(way)
+    assert runs_to_shorten(work)
+    assert not shortening(work).is_right()
+
+
+@pytest.mark.parametrize("way", ["it counts its calls", "the gradient of its output is kept"])
+def test_a_last_layer_that_differs_is_seen_in_the_baseline(way):
+    """Another layer stands for the last one in a shortened recording."""
+    assert not shortening(stack(way, differs=17)).is_right()
+
+
+@pytest.mark.parametrize("way", ["nothing", "all outputs are doubled by the model"])
+def test_layers_between_which_the_same_ops_run_are_lengthened(way):
+    work = stack(way)
+    known = shortening(work)
+    assert is_same_step(recorded(work, known), recorded(work))
+    assert known.runs
+
+
+def test_layers_whose_parameters_are_used_elsewhere_or_have_hooks_are_all_recorded():
+    plain, tied, hooked, accumulated = (stack("nothing") for _ in range(4))
+    assert runs_to_shorten(plain)
+    tied.model.head = torch.nn.Linear(16, 16, device="meta")
+    tied.model.head.weight = tied.model.layers[9].linear.weight
+    hooked.model.layers[9].linear.weight.register_hook(lambda gradient: gradient * 2)
+    accumulated.model.layers[9].linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert not any(map(runs_to_shorten, (tied, hooked, accumulated)))
+
+
+def test_a_recording_that_cannot_be_lengthened_does_not_keep_others_from_it():
+    """When the forward ends, the outputs of the layers are freed from last to first, and casts from first to last."""
+    work, bf16 = stack("all outputs are kept"), (Precision(dtype="bf16"),)
+    known, lengthened = shortening(work), with_all_layers(shortened(work, bf16), work)
+    assert lengthened is None
+    recordings, whole = recordings_of(work, known), MicroBatching(micro_batches=1, size=work.batch_size)
+    assert is_same_step(recordings.of(bf16, whole), recorded(work, None, bf16))
+    assert known.runs
+
+
+def test_lengthened_recordings_are_dropped_if_another_precision_shows_a_difference():
+    work, bf16 = stack("no autocast"), (Precision(dtype="bf16"),)
+    known = shortening(work)
+    recordings, whole = recordings_of(work, known), MicroBatching(micro_batches=1, size=work.batch_size)
+    copy = recordings.finished_by(lambda graph: graph)
+    wrong, full = copy.of(bf16, whole), recorded(work, None, bf16)
+    assert known.runs and not is_same_step(wrong, full)
+    recordings.of((), whole)
+    assert not recordings.drop_if_wrong(())
+    assert recordings.drop_if_wrong((*bf16, Optimizer(), SPLIT))
+    assert is_same_step(copy.of(bf16, whole), full)
+    assert not recordings.drop_if_wrong(bf16)
+
+
+@pytest.mark.slow
+def test_a_plan_is_as_good_as_with_recordings_of_all_layers_if_another_precision_shows_a_difference(monkeypatch):
+    def found(*, lengthened: bool) -> Plan:
+        monkeypatch.setattr(planning_session, "runs_to_shorten", runs_to_shorten if lengthened else lambda work: ())
+        only, forced = ("mixed-precision", "checkpoint"), "mixed-precision"
+        return planner.plan(
+            Stack("no autocast"), torch.zeros(16384, 16), gpu="rtx-3060", vram="150MiB", only=only, force=forced
+        )
+
+    dropped = []
+    drop = Recordings.drop_if_wrong
+    monkeypatch.setattr(Recordings, "drop_if_wrong", lambda *of: dropped.append(drop(*of)) or dropped[-1])
+    plan, other = found(lengthened=True), found(lengthened=False)
+    assert dropped[0]
+    assert plan.decisions == other.decisions
+    assert plan.solver.promised_bytes == plan.solver.certified_bytes == other.solver.certified_bytes
+
+
+def test_copies_of_recordings_share_what_is_known_about_shortened_runs():
+    work = layers("one after the other")
+    recordings = recordings_of(work, shortening(work))
+    whole = MicroBatching(micro_batches=1, size=work.batch_size)
+    recordings.prefetch((), [whole])
+    other = recordings.finished_by(lambda graph: graph)
+    assert len(other.of((), whole).ops) == len(recordings.of((), whole).ops)
+    recordings.close()
