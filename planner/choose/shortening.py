@@ -15,7 +15,7 @@ from planner.derive.lengthen import lengthened
 from planner.derive.same_step import is_same_step
 from planner.errors import StepError
 from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs
-from planner.recording.step_graph import Category, StepGraph, last_step
+from planner.recording.step_graph import Phase, StepGraph, first_steps, last_step
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload
 
@@ -83,15 +83,17 @@ class Shortening:
     def _is_baseline_right(self) -> bool:
         assert self._child is not None and self._baseline is not None
         full, child = self._baseline(), self._child
-        if full.ops_differ or full.update_tick is None:  # the first step has other ops, such as those that fill a cache
-            return False
         self._child = None
         try:
             short = child.result()
         except StepError:  # the model may need all its layers
             return False
-        return not short.ops_differ and is_same_step(
-            with_all_layers(last_step(short), self.runs), _without_workspaces(last_step(full))
+        # Recordings are of a first step. Where it has other ops than later ones, as under FSDP2, it is compared, too.
+        steps = [(last_step(short), full)]
+        if full.ops_differ or short.ops_differ:
+            steps.append((_first_step(short), _first_step(full)))
+        return full.update_tick is not None and all(
+            is_same_step(with_all_layers(few, self.runs), whole) for few, whole in steps
         )
 
     def end(self) -> None:
@@ -111,10 +113,17 @@ class Shortening:
             self._child = None
 
 
-def _without_workspaces(graph: StepGraph) -> StepGraph:
-    """Returns the recording without the workspaces of kernels, which are not recorded, but added to a recording."""
+def _first_step(graph: StepGraph) -> StepGraph:
+    """Returns the recording of the first step without its update, which makes the optimizer state."""
+    step = first_steps(graph, 1)
+    update_tick = next((op.tick for op in step.ops if op.phase is Phase.OPTIMIZER), step.ticks)
+    ops = [op for op in step.ops if op.tick < update_tick]
     storages = [
-        storage if storage.category is not Category.WORKSPACE else dataclasses.replace(storage, lives=[])
-        for storage in graph.storages
+        dataclasses.replace(
+            storage,
+            lives=[life for life in storage.lives if life[0] < update_tick],
+            op=None if storage.op is None or storage.op >= len(ops) else storage.op,
+        )
+        for storage in step.storages
     ]
-    return dataclasses.replace(graph, storages=storages)
+    return dataclasses.replace(step, ops=ops, storages=storages, update_tick=update_tick, primed=True)

@@ -50,6 +50,7 @@ class Ticks:
         if any(one.stop > other.start for one, other in zip(self._windows, self._windows[1:], strict=False)):
             raise NotAlikeError
         self._by_place = {(window.passed, window.layer): window for window in windows}
+        self._moved_starts: dict[tuple[Pass, int], int] = {}
         self._insertions: list[tuple[int, int]] = []
         self._lengths: dict[Pass, int] = {}
         template = run.copied
@@ -108,6 +109,12 @@ class Ticks:
 
     def _start(self, passed: Pass, layer: int) -> int:
         """Returns the tick at which a window begins in the longer recording."""
+        found = self._moved_starts.get((passed, layer))
+        if found is None:
+            found = self._moved_starts[passed, layer] = self._moved_start(passed, layer)
+        return found
+
+    def _moved_start(self, passed: Pass, layer: int) -> int:
         template, left_out = self.run.copied, self.run.left_out
         copy = layer - template
         if 0 < copy <= left_out:

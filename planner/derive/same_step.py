@@ -6,69 +6,84 @@ search reads: the memory curve, the ops with their kernels, the storages, the sa
 
 from __future__ import annotations
 
-from planner.recording.step_graph import Op, Phase, StepGraph
+import dataclasses
+
+from planner.recording.step_graph import Category, Op, StepGraph, Storage
 
 
 def is_same_step(graph: StepGraph | None, other: StepGraph) -> bool:
-    """True if both recordings have the same events, from the first op of the forward to the update.
+    """True if the last steps of both recordings have the same events, from the first op of the forward to the update.
 
     Ticks are compared relative to that op, because what comes before it, such as the creation of optimizer state, may
-    differ. The numbers of storages are not compared either, but what the storages are. False if `graph` is None.
+    differ. The numbers of storages are not compared either, but what the storages are. Workspaces are not compared,
+    because they are not recorded, but added to a recording. False if `graph` is None.
 
     Args:
-        graph, other: recordings of one step. Both have an `update_tick`.
+        graph, other: recordings with an `update_tick`.
     """
     return graph is not None and _Step(graph).events() == _Step(other).events()
 
 
 class _Step:
-    """A recording whose ticks are relative to the first op of the forward."""
+    """The last step of a recording, with ticks relative to the first op of its forward."""
 
     def __init__(self, graph: StepGraph) -> None:
-        self._graph, self._end = graph, graph.update_tick or 0
-        self._ops = [op for op in graph.ops if op.phase is not Phase.SETUP and op.tick < self._end]
+        begin, self._end = graph.step_starts[-1], graph.update_tick or 0
+        self._graph = graph
+        self._ops = [op for op in graph.ops if begin < op.tick < self._end]
         self._start = self._ops[0].tick if self._ops else self._end
-        self._storages = [self._storage(index) for index in range(len(graph.storages))]
+        self._calls = [call for call in graph.calls if call.start > begin]
+        self._earlier_calls = len(graph.calls) - len(self._calls)
+        self._storages = [self._storage(storage) for storage in graph.storages]
 
     def events(self) -> tuple[object, ...]:
-        graph, at = self._graph, self._at
+        at, storages = self._at, self._storages
         return (
-            graph.live_bytes()[self._start : self._end].tolist(),
+            self._live_bytes(),
             [self._op(op) for op in self._ops],
             [
                 (
-                    None if save.storage is None else self._storages[save.storage],
+                    None if save.storage is None else storages[save.storage],
                     *[at(tick) for tick in (save.pack, save.unpack, save.release, save.again)],
                 )
-                for save in graph.saves
+                for save in self._graph.saves
             ],
             [
                 (
                     call.module,
                     at(call.start),
                     at(call.end),
-                    call.parent,
+                    self._call(call.parent),
                     call.obstacle,
                     call.has_hooks,
-                    *[[self._storages[index] for index in indices] for indices in (call.inputs, call.made_inputs)],
+                    *[[storages[index] for index in indices] for indices in (call.inputs, call.made_inputs)],
                 )
-                for call in graph.calls
+                for call in self._calls
             ],
-            graph.module_types,
-            sorted(graph.trained),
+            self._graph.module_types,
+            sorted(self._graph.trained),
         )
+
+    def _live_bytes(self) -> list[int]:
+        storages = [
+            storage if storage.category is not Category.WORKSPACE else dataclasses.replace(storage, lives=[])
+            for storage in self._graph.storages
+        ]
+        return dataclasses.replace(self._graph, storages=storages).live_bytes()[self._start : self._end].tolist()
 
     def _at(self, tick: int | None) -> int | None:
         """Returns a tick relative to the start of the forward: 0 for earlier ticks, the update's for later ones."""
         return None if tick is None else min(max(tick, self._start), self._end) - self._start
 
+    def _call(self, call: int | None) -> int | None:
+        return None if call is None else call - self._earlier_calls
+
     def _op(self, op: Op) -> tuple[object, ...]:
         forward_op = None if op.forward_op is None else self._at(self._graph.ops[op.forward_op].tick)
         used = [[self._storages[index] for index in indices] for indices in (op.inputs, op.outputs, op.written)]
         rest = op.shapes, op.kernel, op.collective, op.draws_random_numbers, op.micro_batch
-        return op.name, op.phase, self._at(op.tick), op.module, op.call, op.dtype, forward_op, used, *rest
+        return op.name, op.phase, self._at(op.tick), op.module, self._call(op.call), op.dtype, forward_op, used, *rest
 
-    def _storage(self, index: int) -> tuple[object, ...]:
-        storage = self._graph.storages[index]
-        lives = [(self._at(birth), self._at(death)) for birth, death in storage.lives]
+    def _storage(self, storage: Storage) -> tuple[object, ...]:
+        lives = [(self._at(birth), self._at(death)) for birth, death in storage.lives if death > self._start]
         return storage.size_bytes, storage.category, storage.name, storage.shape, storage.stream, lives
