@@ -12,9 +12,7 @@ FAULTS = (
         path="planner/derive/lengthen.py",
         old="                if self._described(items[index], one) != self._described(items[same], other):",
         new="                if self._described(items[index], one) == ():",
-        tests=(
-            "tests/derive/test_shortening.py::test_layers_that_are_used_differently_or_together_are_not_lengthened",
-        ),
+        tests=("tests/derive/test_lengthen.py::test_layers_that_are_used_differently_or_together_are_not_lengthened",),
         why="layers that differ are copied as if they were alike",
     ),
     Fault(
