@@ -8,6 +8,17 @@ _CALLS = "tests/workspaces/test_convolution_calls.py"
 
 FAULTS = (
     Fault(
+        name="workspaces-of-the-fastest-algorithms-only",
+        path="planner/assemble.py",
+        old="        least_bytes = smallest_capacity_bytes(graph, card, decisions)\n",
+        new="        least_bytes = smallest_capacity_bytes(graph, card, decisions, fastest=True)\n",
+        tests=(
+            "tests/estimate/test_convolution_workspaces.py"
+            "::test_a_plan_below_the_fastest_algorithms_names_the_convolutions_that_run_slower_ones",
+        ),
+        why="a plan does not say that the same step runs in less memory with slower algorithms of convolutions",
+    ),
+    Fault(
         name="workspaces-algorithm-is-not-remembered",
         path="planner/allocator/trials.py",
         old="            self._remembered[trials.remembered_as] = size\n",

@@ -164,6 +164,8 @@ def _is_without_folder() -> bool:
 
 def _line_outside(error: BaseException) -> str | None:
     """Returns 'file.py:line' of the line that raised an error; None if it is in the planner or an installed package."""
+    if "torch" not in sys.modules:  # no code of the user has run yet
+        return None
     from planner.virtual_gpu.source_lines import is_model_code
 
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)

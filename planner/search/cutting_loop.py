@@ -223,7 +223,7 @@ class CuttingLoop:
             progress = len(self.core) > known or (not self._folding and not folded.trivial)
             if self._fits(best) or not outcome.complete or not progress:
                 break
-        if self.left_seconds <= 0:
+        if not best:
             best = min(best, descend(self.source.compiled, self.reduced, best, floor_bytes), key=self.exact.peak)
         return best, max(always_bytes, self._next_possible(floor_bytes, always_bytes))
 

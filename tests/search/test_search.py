@@ -321,7 +321,7 @@ def test_without_time_a_selection_that_fits_is_returned_as_unproven() -> None:
 
 
 def test_a_search_that_runs_out_of_time_rounds_the_linear_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 300 layers, 299 are recomputed. The greedy search alone would make 100 moves."""
+    """The smallest peak needs almost all of 300 layers recomputed; the greedy search makes at most 100 moves."""
     layers = 300
     problem = CheckpointProblem(
         fixed_bytes=np.zeros(layers + 1, np.int64),
