@@ -173,6 +173,23 @@ def test_layers_whose_parameters_are_used_elsewhere_or_have_hooks_are_all_record
     assert not any(map(runs_to_shorten, (tied, hooked, accumulated)))
 
 
+def test_recordings_with_an_optimizer_of_the_user_are_lengthened():
+    """The object has its parameters in groups: biases have no weight decay, and the last layers their own rate."""
+    model = Stack("nothing")
+    weights = [layer.linear.weight for layer in model.layers]
+    groups = [
+        {"params": weights[:10]},
+        {"params": [layer.linear.bias for layer in model.layers], "weight_decay": 0.0},
+        {"params": weights[10:], "lr": 1e-4},
+    ]
+    work = workload(model, torch.zeros(16, 16), optimizer=torch.optim.AdamW(groups))
+    known = shortening(work)
+    longer, full = recorded(work, known), recorded(work)
+    assert known.runs
+    assert is_same_step(longer, full)
+    assert longer.bytes_of(Category.OPTIMIZER_STATE) == full.bytes_of(Category.OPTIMIZER_STATE)
+
+
 def test_a_recording_that_cannot_be_lengthened_does_not_keep_others_from_it():
     """When the forward ends, the outputs of the layers are freed from last to first, and casts from first to last."""
     work, bf16 = stack("all outputs are kept"), (Precision(dtype="bf16"),)
