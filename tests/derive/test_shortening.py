@@ -82,13 +82,14 @@ class Layer(torch.nn.Module):
         if way == "a forward hook":
             self.register_forward_hook(lambda layer, inputs, output: None)
 
-    def forward(self, x):
+    def forward(self, x, table):
+        x = x + table
         if self.way == "it counts its calls":
             self.calls += 1
-        if self.way == "another kernel for equal shapes":
-            x = x + x.sum(1)
-        elif self.way == "kernels of one kind":
-            x = x + x.sum(0)
+        if self.way in ("another kernel for equal shapes", "kernels of one kind"):
+            far = 2 if self.way == "another kernel for equal shapes" else 1
+            filters = self.linear.weight.detach().new_ones(16, 16, 3)
+            x = torch.nn.functional.conv1d(x[None], filters, padding=far, dilation=far)[0]
         is_cast = self.way != "no autocast"
         with contextlib.nullcontext() if is_cast else torch.autocast("cuda", enabled=False):
             x = torch.relu(self.linear(x if is_cast else x.float()))
@@ -105,12 +106,15 @@ class Stack(torch.nn.Module):
         super().__init__()
         self.way, self.differs = way, differs
         others = "kernels of one kind" if way == "another kernel for equal shapes" else None
+        self.register_buffer("table", torch.zeros(16))
+        self.register_buffer("other_table", torch.zeros(16))
         self.layers = torch.nn.ModuleList(Layer(way if number == differs else others) for number in range(18))
 
     def forward(self, x):
         loss, outputs = 0, []
         for number, layer in enumerate(self.layers):
-            x = layer(x)
+            reads_other = self.way == "it reads another tensor of the model" and number == self.differs
+            x = layer(x, self.other_table if reads_other else self.table)
             if self.way == "all outputs are kept":
                 outputs.append(x)
             if self.way == "its output is part of the loss" and number == self.differs:
@@ -135,6 +139,7 @@ DIFFERENCES = [
     "it counts its calls",
     "a forward hook",
     "another kernel for equal shapes",
+    "it reads another tensor of the model",
     "the gradient of its output is kept",
     "its output is doubled by the model",
     "its output is part of the loss",
