@@ -56,6 +56,14 @@ FAULTS = (
         why="layers that differ in the baseline are copied as if they were alike",
     ),
     Fault(
+        name="lengthened-whatever-the-first-step-shows",
+        path="planner/choose/shortening.py",
+        old="        if full.ops_differ or short.ops_differ:",
+        new="        if full.ops_differ and short.ops_differ:",
+        tests=(f"{_SEEN}[more ops in its first call]",),
+        why="a layer with more ops in its first call is copied, or left out, in recordings of a first step",
+    ),
+    Fault(
         name="lengthened-whatever-one-layer-changes",
         path="planner/derive/same_step.py",
         old="                    call.obstacle,\n",
