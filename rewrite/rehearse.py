@@ -197,7 +197,7 @@ def start_rehearsal(
     )
     _import_once(decisions)
     shortened = tuple(decision.with_micro_batches(len(sizes)) for decision in decisions)
-    rewrite = _rewriter(workload, shortened)
+    rewrite = _rewriter(workload, shortened, runs)
     made: list[Rewritten] = []
 
     def prepare(model: torch.nn.Module):
@@ -354,9 +354,15 @@ def _adding_to_gradients(
     return adding
 
 
-def _rewriter(workload: Workload, decisions: Sequence[Decision]) -> Callable[[torch.nn.Module, int], Rewritten]:
-    """Return a function that takes a virtual model and its batch size, and returns the rewritten model."""
-    optimizers = for_copies(workload.optimizer, workload.model)
+def _rewriter(
+    workload: Workload, decisions: Sequence[Decision], runs: tuple[LayerRun, ...] = ()
+) -> Callable[[torch.nn.Module, int], Rewritten]:
+    """Return a function that takes a virtual model and its batch size, and returns the rewritten model.
+
+    Args:
+        runs: runs of identical layers, most of which the virtual model lacks.
+    """
+    optimizers = for_copies(workload.optimizer, workload.model, lambda path: any(run.lacks(path) for run in runs))
 
     def rewrite(model: torch.nn.Module, batch_size: int) -> Rewritten:
         rewritten = apply_decisions(

@@ -22,8 +22,9 @@ from typing import Any
 
 from planner.derive.graft_optimizer import can_be_grafted
 from planner.derive.layer_windows import FARTHEST, NotAlikeError, Pass, Ticks, Window, in_turn, windows_of
+from planner.derive.owned_items import Owned
 from planner.recording.layer_runs import LayerRun
-from planner.recording.step_graph import Call, Category, Op, Save, StepGraph, Storage
+from planner.recording.step_graph import Call, Category, Op, Phase, Save, StepGraph, Storage
 
 
 def lengthened(graph: StepGraph, run: LayerRun) -> StepGraph | None:
@@ -40,50 +41,19 @@ def lengthened(graph: StepGraph, run: LayerRun) -> StepGraph | None:
         return None
 
 
-class _Owned:
-    """Items of one kind (ops, storages, saves or calls) by the layers that own them."""
-
-    def __init__(self, owners: list[int | None]) -> None:
-        self.owners = owners
-        self.of_layer: dict[int, list[int]] = collections.defaultdict(list)
-        """For each layer, the indices of its items."""
-        self.slots: list[int] = []
-        """The number of each item among those of its layer."""
-        for index, owner in enumerate(owners):
-            self.slots.append(0 if owner is None else len(self.of_layer[owner]))
-            if owner is not None:
-                self.of_layer[owner].append(index)
-        self.places: list[tuple[int, int | None]] = []
-        """The items of the longer recording in their order: index in the shorter one, and position of the layer."""
-        self._new_indices: dict[tuple[int | None, int], int] = {}
-
-    def arrange(self, order: list[tuple[tuple[int, ...], int, int | None]]) -> None:
-        """Sets the order of the items of the longer recording. Each has a key for sorting, an index and a layer."""
-        self.places = [(index, layer) for _, index, layer in sorted(order, key=lambda item: item[0])]
-        for number, (index, layer) in enumerate(self.places):
-            self._new_indices[layer, index if layer is None else self.slots[index]] = number
-
-    def new_index(self, index: int, layer: int | None) -> int:
-        """Returns the index in the longer recording of an item, or of its copy in a layer."""
-        found = self._new_indices.get((layer, index if layer is None else self.slots[index]))
-        if found is None:
-            raise NotAlikeError
-        return found
-
-
 class _Lengthening:
     def __init__(self, graph: StepGraph, run: LayerRun) -> None:
         self._graph, self._run = graph, run
         windows = windows_of(graph, run)
         self._ticks = Ticks(graph, run, windows)
         self._ticks = Ticks(graph, run, [*windows, *self._releases()])
-        self._ops = _Owned([self._owner_at(op.tick) for op in graph.ops])
+        self._ops = Owned([self._owner_at(op.tick) for op in graph.ops])
         owners = [self._owner_of_storage(storage) for storage in graph.storages]
         for index in self._passed_on(owners):
             owners[index] = None
-        self._storages = _Owned(owners)
-        self._saves = _Owned([self._owner_at(save.pack) for save in graph.saves])
-        self._calls = _Owned([self._owner_at(call.start) for call in graph.calls])
+        self._storages = Owned(owners)
+        self._saves = Owned([self._owner_at(save.pack) for save in graph.saves])
+        self._calls = Owned([self._owner_at(call.start) for call in graph.calls])
 
     def result(self) -> StepGraph:
         """Returns the longer recording. Raises `NotAlikeError` if it cannot be known."""
@@ -166,7 +136,7 @@ class _Lengthening:
                     stops = [*starts[1:], turns[first + len(kept) - 1][-1] + 1]
                     yield from in_turn(order, starts, stops, Pass(f"release {number}", first, order == kept))
 
-    def _copies(self, owned: _Owned) -> Iterator[tuple[int, int | None]]:
+    def _copies(self, owned: Owned) -> Iterator[tuple[int, int | None]]:
         """Yields the items of the longer recording: index in the shorter one, and the layer that owns it."""
         for index, owner in enumerate(owned.owners):
             if owner is None:
@@ -257,7 +227,7 @@ class _Lengthening:
         )
 
     @staticmethod
-    def _relative(owned: _Owned, index: int | None, owner: int) -> object:
+    def _relative(owned: Owned, index: int | None, owner: int) -> object:
         """Returns a description of what an item of a layer refers to, the same in all layers that are alike."""
         if index is None:
             return None
@@ -297,6 +267,8 @@ class _Lengthening:
         op, owner = self._graph.ops[index], self._ops.owners[index]
         # An op that belongs to no layer must not read a tensor of each layer, as a sum over all layers does.
         is_shared = owner is None and self._ticks.begin < op.tick < self._ticks.end
+        if is_shared and op.phase is Phase.OPTIMIZER and op.call is None and {*op.outputs} <= {*op.inputs}:
+            return self._op_on_gradients(op)
 
         def storages(indices: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(self._new_index(self._storages, i, owner, layer, is_shared=is_shared) for i in indices)
@@ -311,6 +283,36 @@ class _Lengthening:
             outputs=storages(op.outputs),
             written=storages(op.written),
         )
+
+    def _op_on_gradients(self, op: Op) -> Op:
+        """Returns an op that changes the gradients of all layers in place, as the unscaling under fp16 does."""
+        if op.kernel is not None or op.flops or len(op.shapes) != len(op.outputs):
+            raise NotAlikeError
+        moved = [i for i in (*op.inputs, *(op.outputs or op.written)) if self._storages.owners[i] == self._run.copied]
+        copied_bytes = sum(self._graph.storages[index].size_bytes for index in moved)
+
+        def storages(indices: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(self._storages.new_index(indices[n], layer) for n, layer in self._in_each_layer(indices))
+
+        return dataclasses.replace(
+            op,
+            tick=self._ticks.moved(op.tick, None, None),
+            inputs=storages(op.inputs),
+            outputs=storages(op.outputs),
+            written=storages(op.written),
+            shapes=tuple(op.shapes[number] for number, _ in self._in_each_layer(op.outputs)),
+            moved_bytes=op.moved_bytes + self._run.left_out * copied_bytes,
+        )
+
+    def _in_each_layer(self, indices: tuple[int, ...]) -> Iterator[tuple[int, int | None]]:
+        """Yields the places of storages in `indices`, each with its layer in the longer recording.
+
+        The storages of the layer that is copied come once for each copy.
+        """
+        for owner, group in itertools.groupby(range(len(indices)), lambda n: self._storages.owners[indices[n]]):
+            places = [*group]
+            for layer in (None,) if owner is None else self._layers(owner):
+                yield from ((place, layer) for place in places)
 
     def _save(self, index: int, layer: int | None) -> Save:
         save, owner = self._graph.saves[index], self._saves.owners[index]
@@ -354,12 +356,12 @@ class _Lengthening:
         return self._run.path(layer + named - owner, rest)
 
     def _new_index_or_none(
-        self, owned: _Owned, index: int | None, owner: int | None, layer: int | None, *, is_shared: bool
+        self, owned: Owned, index: int | None, owner: int | None, layer: int | None, *, is_shared: bool
     ) -> int | None:
         """Returns `_new_index`; None if the item refers to nothing."""
         return None if index is None else self._new_index(owned, index, owner, layer, is_shared=is_shared)
 
-    def _new_index(self, owned: _Owned, index: int, owner: int | None, layer: int | None, *, is_shared: bool) -> int:
+    def _new_index(self, owned: Owned, index: int, owner: int | None, layer: int | None, *, is_shared: bool) -> int:
         """Returns the index in the longer recording of what an item of a layer, or of its copy, refers to.
 
         Args:

@@ -62,10 +62,15 @@ class LayerRun:
         """Returns the path of the layer at a position, followed by `rest`."""
         return f"{self.container}.{position}{rest}" if self.container else f"{position}{rest}"
 
-    def is_left_out(self, path: str) -> bool:
-        """True if a path leads into a layer that the shortened model lacks.
+    def lacks(self, path: str) -> bool:
+        """True if a path leads into a layer that the shortened model lacks."""
+        found = self.position(path)
+        return found is not None and self.kept <= found[0] - self.first < self.layers
 
-        Layers behind the run count as left out, too: they have other positions in the shortened model.
+    def is_left_out(self, path: str) -> bool:
+        """True if a path does not lead to the same module in the shortened model.
+
+        The shortened model lacks the module, or it belongs to a layer behind the run, which has another position there.
         """
         found = self.position(path)
         return found is not None and found[0] >= self.first + self.kept

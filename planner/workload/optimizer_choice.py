@@ -153,20 +153,31 @@ class OptimizerBlueprint:
     """The parameter groups; 'params' lists positions in `model.parameters()` instead of parameters."""
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> OptimizerBlueprint:
+    def of(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        lacks: Callable[[str], bool] = lambda name: False,
+    ) -> OptimizerBlueprint:
         """Returns the blueprint of an optimizer over parameters of `model`.
+
+        Args:
+            lacks: says whether the copies of the model will lack the parameter with this name.
 
         Raises:
             WorkloadError: the optimizer has a parameter that does not belong to the model.
         """
-        position = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+        members = {id(parameter) for parameter in model.parameters()}
+        kept = [parameter for name, parameter in model.named_parameters() if not lacks(name)]
+        position = {id(parameter): number for number, parameter in enumerate(kept)}
         groups = []
         for group in optimizer.param_groups:
-            if any(id(parameter) not in position for parameter in group["params"]):
+            if any(id(parameter) not in members for parameter in group["params"]):
                 raise WorkloadError(
                     "the optimizer has a parameter that does not belong to the model: create it from model.parameters()"
                 )
-            groups.append({**group, "params": [position[id(parameter)] for parameter in group["params"]]})
+            numbers = [position[id(each)] for each in group["params"] if id(each) in position]
+            groups.append({**group, "params": numbers})
         return cls(kind=type(optimizer), defaults=dict(optimizer.defaults), groups=tuple(groups))
 
     def over(self, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -187,14 +198,19 @@ class OptimizerBlueprint:
             ) from error
 
 
-def for_copies(optimizers: Optimizers, model: torch.nn.Module) -> Callable[[torch.nn.Module], Optimizers]:
+def for_copies(
+    optimizers: Optimizers, model: torch.nn.Module, lacks: Callable[[str], bool] = lambda name: False
+) -> Callable[[torch.nn.Module], Optimizers]:
     """Returns a function that gives the same optimizers for a copy of `model`. Objects are created anew, without state.
+
+    Args:
+        lacks: says whether the copy lacks the parameter with this name.
 
     Raises:
         WorkloadError: an optimizer has a parameter that does not belong to the model.
     """
     blueprints = {
-        name: OptimizerBlueprint.of(spec, model) if isinstance(spec, torch.optim.Optimizer) else spec
+        name: OptimizerBlueprint.of(spec, model, lacks) if isinstance(spec, torch.optim.Optimizer) else spec
         for name, spec in by_name(optimizers).items()
     }
 

@@ -63,6 +63,7 @@ SPLIT = Accumulation(micro_batch_size=2, micro_batches=2)
 CASES = {
     "fp32": ((), (4,)),
     "bf16": ((Precision(dtype="bf16"),), (4,)),
+    "fp16": ((Precision(dtype="fp16"),), (4,)),
     "micro-batches": ((SPLIT,), (2, 2)),
 }
 

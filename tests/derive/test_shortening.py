@@ -82,13 +82,16 @@ class Layer(torch.nn.Module):
         if way == "a forward hook":
             self.register_forward_hook(lambda layer, inputs, output: None)
 
-    def forward(self, x):
+    def forward(self, x, table):
+        x = x + table
         if self.way == "it counts its calls":
             self.calls += 1
-        if self.way == "another kernel for equal shapes":
-            x = x + x.sum(1)
-        elif self.way == "kernels of one kind":
-            x = x + x.sum(0)
+        if self.way == "more ops in its first call" and not self.calls:
+            self.calls, _ = 1, x.detach() * 2
+        if self.way in ("another kernel for equal shapes", "kernels of one kind"):
+            far = 2 if self.way == "another kernel for equal shapes" else 1
+            filters = self.linear.weight.detach().new_ones(16, 16, 3)
+            x = torch.nn.functional.conv1d(x[None], filters, padding=far, dilation=far)[0]
         is_cast = self.way != "no autocast"
         with contextlib.nullcontext() if is_cast else torch.autocast("cuda", enabled=False):
             x = torch.relu(self.linear(x if is_cast else x.float()))
@@ -105,12 +108,15 @@ class Stack(torch.nn.Module):
         super().__init__()
         self.way, self.differs = way, differs
         others = "kernels of one kind" if way == "another kernel for equal shapes" else None
+        self.register_buffer("table", torch.zeros(16))
+        self.register_buffer("other_table", torch.zeros(16))
         self.layers = torch.nn.ModuleList(Layer(way if number == differs else others) for number in range(18))
 
     def forward(self, x):
         loss, outputs = 0, []
         for number, layer in enumerate(self.layers):
-            x = layer(x)
+            reads_other = self.way == "it reads another tensor of the model" and number == self.differs
+            x = layer(x, self.other_table if reads_other else self.table)
             if self.way == "all outputs are kept":
                 outputs.append(x)
             if self.way == "its output is part of the loss" and number == self.differs:
@@ -133,8 +139,10 @@ def stack(way: str, differs: int = 9) -> Workload:
 
 DIFFERENCES = [
     "it counts its calls",
+    "more ops in its first call",
     "a forward hook",
     "another kernel for equal shapes",
+    "it reads another tensor of the model",
     "the gradient of its output is kept",
     "its output is doubled by the model",
     "its output is part of the loss",
@@ -171,6 +179,23 @@ def test_layers_whose_parameters_are_used_elsewhere_or_have_hooks_are_all_record
     hooked.model.layers[9].linear.weight.register_hook(lambda gradient: gradient * 2)
     accumulated.model.layers[9].linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     assert not any(map(runs_to_shorten, (tied, hooked, accumulated)))
+
+
+def test_recordings_with_an_optimizer_of_the_user_are_lengthened():
+    """The object has its parameters in groups: biases have no weight decay, and the last layers their own rate."""
+    model = Stack("nothing")
+    weights = [layer.linear.weight for layer in model.layers]
+    groups = [
+        {"params": weights[:10]},
+        {"params": [layer.linear.bias for layer in model.layers], "weight_decay": 0.0},
+        {"params": weights[10:], "lr": 1e-4},
+    ]
+    work = workload(model, torch.zeros(16, 16), optimizer=torch.optim.AdamW(groups))
+    known = shortening(work)
+    longer, full = recorded(work, known), recorded(work)
+    assert known.runs
+    assert is_same_step(longer, full)
+    assert longer.bytes_of(Category.OPTIMIZER_STATE) == full.bytes_of(Category.OPTIMIZER_STATE)
 
 
 def test_a_recording_that_cannot_be_lengthened_does_not_keep_others_from_it():
