@@ -361,9 +361,9 @@ def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ..
 
 
 def _slower_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
-    """Return a note if convolutions run slower algorithms, or would run them in less memory.
+    """Return a note if convolutions run slower algorithms, or would run them under a smaller budget.
 
-    PyTorch runs them where the workspaces of the fastest ones do not fit.
+    PyTorch takes a slower algorithm if the workspace of the fastest one does not fit.
     """
     graph, measured, decisions = certified.graph, certified.measured, certified.choice.decisions
     if not any(storage.trials for storage in graph.storages):
@@ -374,9 +374,9 @@ def _slower_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
         if whole_bytes - least_bytes < MIB:
             return ()
         return (
-            f"the convolutions run their fastest algorithms, with which the step needs at least "
-            f"{format_size(whole_bytes)}. With less memory PyTorch takes slower ones, down to "
-            f"{format_size(least_bytes)} for the same step",
+            "the convolutions run their fastest algorithms, with which the step needs at least "
+            f"{format_size(whole_bytes)}. With less memory, PyTorch takes slower algorithms with smaller workspaces; "
+            f"the step then needs at least {format_size(least_bytes)}",
         )
     ops = [graph.ops[index] for index in dict.fromkeys(measured.slower)]
     last_step = max(op.step for op in ops)

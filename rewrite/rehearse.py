@@ -107,7 +107,8 @@ def start_certificate(
         schedule: the calls of a step of the user's own that have to be recorded, as another recording of it found them.
             None to watch the calls until they repeat.
         between: functions that run between the steps of a run; each of them is recorded twice after the steps.
-        runs: runs of identical layers, most of which are left out, for a recording that is no certificate.
+        runs: runs of identical layers, of which only the first `kept` are recorded. A recording with such runs cannot
+            be used as a certificate.
     """
     if schedule is None and workload.step is None:
         schedule = TWO_STEPS
@@ -187,7 +188,7 @@ def start_rehearsal(
         what_if: True for a recording that shows the tensors that every module saves. Candidates for recomputing are
             derived from it.
         between: functions that run between steps; each of them is recorded twice after the steps.
-        runs: runs of identical layers, most of which are left out of the rehearsal.
+        runs: runs of identical layers, of which only the first `kept` are recorded.
     """
     decisions = with_sharding(
         workload.sharding, without_roles(decisions, Role.ALLOCATOR)
@@ -360,7 +361,7 @@ def _rewriter(
     """Return a function that takes a virtual model and its batch size, and returns the rewritten model.
 
     Args:
-        runs: runs of identical layers, most of which the virtual model lacks.
+        runs: runs of identical layers, of which the virtual model has only the first `kept`.
     """
     optimizers = for_copies(workload.optimizer, workload.model, lambda path: any(run.lacks(path) for run in runs))
 

@@ -77,7 +77,7 @@ FAULTS = (
         old="                    call.has_hooks,\n",
         new="",
         tests=(f"{_SEEN}[a forward hook]",),
-        why="the hook of one layer is left out, or those of other layers are run",
+        why="a recording omits the hook of one layer, or has this hook in every copied layer",
     ),
     Fault(
         name="lengthened-whatever-kernels-run",
@@ -109,7 +109,7 @@ FAULTS = (
         old="            moved_bytes=op.moved_bytes + self._run.left_out * copied_bytes,",
         new="            moved_bytes=op.moved_bytes,",
         tests=("tests/derive/test_lengthen.py::test_the_lengthened_recording_is_the_recorded_one[gpt2-fp16]",),
-        why="under fp16, the gradients of the layers that were left out are unscaled in no time",
+        why="under fp16, the time to unscale the gradients of the layers that were left out is not counted",
     ),
     Fault(
         name="lengthened-with-tied-weights",

@@ -303,7 +303,7 @@ class Candidates:
         return self._candidates.get((config, split))
 
     def _drop_outdated(self) -> None:
-        """Drop the candidates of recordings that were dropped, because they had been lengthened wrongly."""
+        """Drop all candidates if lengthened recordings have been dropped since the last call."""
         if self._recordings.times_dropped != self._times_dropped:
             self._candidates.clear()
             self._times_dropped = self._recordings.times_dropped

@@ -57,7 +57,7 @@ class Recordings:
             finish: adds the workspaces of kernels to a recording, which does not contain them.
             is_last_different: True if the last micro-batch differs from the others of its size: only its backward
                 reduces gradients over several cards.
-            shortening: the runs of identical layers that recordings may lack; None if all layers are recorded.
+            shortening: decides of which runs only a few layers are recorded; None if all layers are recorded.
         """
         self._shortening = shortening or Shortening()
         self._start, self._start_update = start, start_update
@@ -247,7 +247,7 @@ class Recordings:
         """Returns the recording of all layers; None if it cannot be known from those that were recorded."""
         try:
             return with_all_layers(child.result(), self._shortening.runs)
-        except StepError:  # the model may need all its layers: if that is not the reason, the next recording says so
+        except StepError:  # If the model does not need all its layers, the next recording raises the error again.
             return None
 
     def _may_lengthen(self) -> bool:
@@ -279,9 +279,9 @@ class Recordings:
         Returns:
             True if recordings were dropped.
         """
-        config = _without_all_but_the_step(decisions)
+        config = _step_config(decisions)
         parts = [part for part in self._recorded if self._is_lengthened(part) and part not in self._compared]
-        children = {part: self._start(*part, ()) for part in parts if _without_all_but_the_step(part[0]) == config}
+        children = {part: self._start(*part, ()) for part in parts if _step_config(part[0]) == config}
         try:
             for part in tuple(children):
                 try:
@@ -307,7 +307,7 @@ class Recordings:
         self._shortening.drop()
 
 
-def _without_all_but_the_step(decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
+def _step_config(decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
     """Returns the decisions on which the recording of a step depends, without its sizes and its update."""
     others = Role.SHARDING, Role.RECOMPUTE, Role.ALLOCATOR, Role.OPTIMIZER, Role.MICRO_BATCHING
     return without_roles(decisions, *others)

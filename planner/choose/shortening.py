@@ -1,9 +1,9 @@
 """Decides whether what-if recordings may have only a few of many identical layers.
 
-They may if this holds for the baseline, whose recording has all layers: a recording of the baseline with a few layers,
-lengthened, has the same events. So whatever tells one layer from the others, or depends on their number, is found if it
-changes an event of the baseline. What changes only events of another precision, or of a micro-batch, is found by the
-certificates: their peak is then not the promised one (`Recordings.drop_if_wrong`).
+The baseline is recorded with all layers and with a few. Recordings may have only a few layers if the short recording of
+the baseline, after lengthening, has the same events as the full one. A difference between layers that occurs only in
+another precision or with micro-batches does not show in the baseline. It is detected if it makes the peak of a
+certificate differ from the promised peak (`Recordings.drop_if_wrong`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def with_all_layers(graph: StepGraph, runs: Iterable[LayerRun]) -> StepGraph | N
 
 
 class Shortening:
-    """The runs of layers that recordings may lack. Copies of `Recordings` share it."""
+    """Decides whether recordings have only a few layers of each run. Copies of `Recordings` share it."""
 
     def __init__(
         self,
@@ -88,7 +88,8 @@ class Shortening:
             short = child.result()
         except StepError:  # the model may need all its layers
             return False
-        # Recordings are of a first step. Where it has other ops than later ones, as under FSDP2, it is compared, too.
+        # What-if recordings have the first step only. If its ops differ from those of later steps, as under FSDP2, the
+        # first steps are compared, too.
         steps = [(last_step(short), full)]
         if full.ops_differ or short.ops_differ:
             steps.append((_first_step(short), _first_step(full)))

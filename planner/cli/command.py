@@ -149,7 +149,7 @@ def _refusal(error: BaseException, watch: Watch) -> PlannerError:
     message = f"{type(error).__name__}: {plain_line(str(error), 1000)}"
     if (line := _line_outside(error)) is not None:
         return WorkloadError(
-            f"{line} raised {message}; mend that line: the planner calls it with the model or the batch"
+            f"{message}, raised at {line}: the planner ran this line to read the model or the batch; fix it there"
         )
     return PlannerError(f"{message}; this is a bug of the planner, please report it with the traceback above")
 
@@ -163,7 +163,10 @@ def _is_without_folder() -> bool:
 
 
 def _line_outside(error: BaseException) -> str | None:
-    """Returns 'file.py:line' of the line that raised an error; None if it is in the planner or an installed package."""
+    """Returns 'file.py:line' of the line that raised an error, if it belongs to the user.
+
+    None for a line of the planner, an installed package or the standard library, and before torch is imported.
+    """
     if "torch" not in sys.modules:  # no code of the user has run yet
         return None
     from planner.virtual_gpu.source_lines import is_model_code

@@ -167,7 +167,7 @@ def in_turn(layers: Sequence[int], starts: list[int], stops: list[int], passed: 
         starts, stops: first tick of each layer's turn, and the tick after its last one.
 
     Raises:
-        NotAlikeError: a turn ends before it begins, so that the layers do not take turns.
+        NotAlikeError: a turn is empty or ends before it begins, so the layers do not take turns.
     """
     for layer, start, stop in zip(layers, starts, stops, strict=True):
         if stop <= start:

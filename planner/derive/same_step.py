@@ -1,7 +1,8 @@
 """Compares the recordings of two steps, event by event.
 
-It is used to find out whether a recording that was derived from another one is right. So it compares all that the
-search reads: the memory curve, the ops with their kernels, the storages, the saves and the calls of modules.
+It shows whether a recording that was derived from another one is right. It compares what the search reads of a step
+before its update: the memory curve, the ops with their kernels and costs, the storages, the saves and the calls of
+modules.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ def is_same_step(graph: StepGraph | None, other: StepGraph) -> bool:
     """True if the last steps of both recordings have the same events, from the first op of the forward to the update.
 
     Ticks are compared relative to that op, because what comes before it, such as the creation of optimizer state, may
-    differ. The numbers of storages are not compared either, but what the storages are. Workspaces are not compared,
-    because they are not recorded, but added to a recording. False if `graph` is None.
+    differ. Storages are compared by size, category, name, shape, stream and lifetime, and not by index. Workspaces are
+    ignored, because they are added after the recording. False if `graph` is None.
 
     Args:
         graph, other: recordings with an `update_tick`.
@@ -81,7 +82,8 @@ class _Step:
     def _op(self, op: Op) -> tuple[object, ...]:
         forward_op = None if op.forward_op is None else self._at(self._graph.ops[op.forward_op].tick)
         used = [[self._storages[index] for index in indices] for indices in (op.inputs, op.outputs, op.written)]
-        rest = op.shapes, op.kernel, op.collective, op.draws_random_numbers, op.micro_batch
+        costs = op.flops, op.moved_bytes, op.host_bytes
+        rest = op.shapes, op.kernel, op.collective, op.draws_random_numbers, op.micro_batch, costs
         return op.name, op.phase, self._at(op.tick), op.module, self._call(op.call), op.dtype, forward_op, used, *rest
 
     def _storage(self, storage: Storage) -> tuple[object, ...]:

@@ -116,9 +116,9 @@ def _disjoint(pieces: list[_Piece], size: int) -> list[tuple[int, int, Hold | No
     result: list[tuple[int, int, Hold | None]] = []
     for start, stop in itertools.pairwise(sorted(changes)):
         for kind, units, change in changes[start]:
-            if not (count := active[kind].pop(units, 0) + change):
-                continue
-            active[kind][units] = count
+            count = active[kind].pop(units, 0) + change
+            if count:
+                active[kind][units] = count
         if active["fixed"]:
             result.append((start, stop, None))
         elif active["unless"] or active["when"]:

@@ -70,7 +70,7 @@ class LayerRun:
     def is_left_out(self, path: str) -> bool:
         """True if a path does not lead to the same module in the shortened model.
 
-        The shortened model lacks the module, or it belongs to a layer behind the run, which has another position there.
+        The shortened model lacks this module, or the module belongs to a layer after the run, whose position changes.
         """
         found = self.position(path)
         return found is not None and found[0] >= self.first + self.kept
@@ -96,7 +96,7 @@ def layer_runs(model: torch.nn.Module, kept: int = KEPT) -> tuple[LayerRun, ...]
 
 
 def _places(module: torch.nn.Module) -> collections.Counter[int]:
-    """Returns in how many places of a module each parameter is, by `id`."""
+    """Returns the number of names that each parameter has in a module, by `id`."""
     return collections.Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 

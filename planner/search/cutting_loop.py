@@ -224,7 +224,7 @@ class CuttingLoop:
             if self._fits(best) or not outcome.complete or not progress:
                 break
         if not best:
-            best = min(best, descend(self.source.compiled, self.reduced, best, floor_bytes), key=self.exact.peak)
+            best = min((), descend(self.source.compiled, self.reduced, (), floor_bytes), key=self.exact.peak)
         return best, max(always_bytes, self._next_possible(floor_bytes, always_bytes))
 
     def _next_possible(self, bound_bytes: int, always_bytes: int) -> int:

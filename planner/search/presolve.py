@@ -48,7 +48,7 @@ class ReducedProblem:
 
 
 class Presolve:
-    """A problem whose conditions are in normal form: the part of the presolve that is the same for every floor."""
+    """The part of the presolve that does not depend on the floor: it brings the conditions into normal form."""
 
     def __init__(self, problem: CheckpointProblem) -> None:
         self._problem = problem
@@ -70,11 +70,11 @@ class Presolve:
 
     @property
     def lowest_bytes(self) -> int:
-        """Largest number of bytes that are alive at an event whatever is selected: no selection has a lower peak."""
-        return max(0, int(self._fixed_bytes.max(initial=0)))
+        """A lower bound on the peak of every selection: the largest number of fixed bytes at an event."""
+        return int(self._fixed_bytes.max(initial=0))
 
     def above(self, floor_bytes: int) -> ReducedProblem:
-        """Drops the holds, recomputes and paths that cannot matter.
+        """Returns the problem without the holds, recomputes and paths that cannot matter.
 
         Args:
             floor_bytes: events with at most this many bytes under every selection do not matter. Usually the budget.

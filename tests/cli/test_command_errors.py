@@ -143,8 +143,8 @@ FAULTS = {
     "interrupted": "interrupted",
     "leaves_in_forward": "failed with this batch: SystemExit",
     "needs_a_card": "compiled with CUDA enabled: planning needs no card, so leave the model and the batch on the CPU",
-    "has_no_parameters": "raised ZeroDivisionError: first line second line; mend that line",
-    "has_no_length": "raised ValueError: no length; mend that line: the planner calls it with the model or the batch",
+    "has_no_parameters": "ZeroDivisionError: first line second line, raised at ",
+    "has_no_length": "the planner ran this line to read the model or the batch; fix it there",
 }
 
 
