@@ -65,10 +65,10 @@ def assemble_plan(
         notes: remarks for the user; they come before the notes that are added here.
         is_early: True if the search was not finished when its time was up.
     """
-    if session.undecided:
+    if undecided := session.searches.undecided:
         notes += (
-            f"{session.undecided} of the search's integer programs reached their time limit without an answer: a "
-            "faster plan may exist",
+            f"{undecided} of the search's integer programs reached their time limit without an answer: a faster plan "
+            "may exist",
         )
     links = session.card.links
     return Plan(
@@ -91,7 +91,7 @@ def assemble_plan(
         solver=SolverFacts(
             status="time limit" if is_early else certified.choice.status,
             gap=certified.choice.gap,
-            seconds=session.solve_seconds,
+            seconds=session.searches.solve_seconds,
             promised_bytes=certified.choice.peak_bytes + certified.more_bytes,
             certified_bytes=certified.measured.curve_bytes,
         ),
@@ -99,7 +99,7 @@ def assemble_plan(
         notes=(
             *session.workload.notes,
             *notes,
-            *session.dropped(constraints),
+            *session.searches.dropped(constraints),
             *certified.graph.assumptions,
             *_unused_values_notes(session),
             *_later_calls_notes(session, certified),
@@ -157,7 +157,7 @@ def early_note(session: PlanningSession, constraints: Constraints) -> str:
     """Return a note on a plan with which planning ended early: the cause, and what was not tried."""
     names = [
         ", ".join(decision.describe() for decision in config) or "recompute alone"
-        for config in session.untried(constraints)
+        for config in session.searches.untried(constraints)
     ]
     if not names:
         left = "the search for a faster plan was not finished"

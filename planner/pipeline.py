@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from planner.assemble import assemble_plan, assemble_tradeoff, early_note
 from planner.choose import fitting
 from planner.choose.certificates import Certificates
+from planner.choose.head_start import start_early
 from planner.choose.pareto_front import front
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.choose.relaxations import relaxations
@@ -66,7 +67,7 @@ def plan_workload(
     with open_session(workload, card, budget, watch) as session:
         if budget is None:
             return assemble_plan(session, session.baseline, constraints, None, began=began)
-        session.expect(constraints)
+        start_early(session, constraints)
         space = session.search_space(constraints)
         certified, early = fastest_in_time(session, space, constraints)
         shortfall = None

@@ -144,8 +144,8 @@ FAULTS = (
     Fault(
         name="lengthened-whatever-the-certificate-says",
         path="planner/choose/fitting.py",
-        old="    return not is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions)",
-        new="    return is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions)",
+        old="    if not is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions):",
+        new="    if is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions):",
         tests=(
             "tests/derive/test_shortening.py::test_a_plan_is_as_good_as_with_recordings_of_all_layers_if_another_precision_shows_a_difference",
         ),
@@ -160,5 +160,29 @@ FAULTS = (
             "tests/derive/test_shortening.py::test_a_recording_that_cannot_be_lengthened_does_not_keep_others_from_it",
         ),
         why="all recordings have all layers if one of them needs all",
+    ),
+    Fault(
+        name="lengthened-whatever-was-recorded-before-the-baseline",
+        path="planner/choose/recordings.py",
+        old="            self._shortening.is_dropped = True",
+        new="            self._shortening.is_dropped = False",
+        tests=("tests/choose/test_head_start.py::test_recordings_of_the_guess_are_dropped_if_the_baseline_differs",),
+        why="plans are based on recordings that the baseline has shown to be wrong",
+    ),
+    Fault(
+        name="lengthened-without-a-second-search-for-the-tradeoff",
+        path="planner/choose/fitting.py",
+        old="        if session.recordings.is_dropped == was_dropped:",
+        new="        if result is not None:",
+        tests=("tests/choose/test_head_start.py::test_a_tradeoff_is_searched_again_if_recordings_are_wrong",),
+        why="the trade-off keeps plans that are based on recordings which have been dropped",
+    ),
+    Fault(
+        name="lengthened-without-the-update-of-a-gradient-scaler",
+        path="planner/choose/recordings.py",
+        old="        if not any(decision.needs_gradient_scaler for decision in update):",
+        new="        if decisions:",
+        tests=("tests/derive/test_shortening.py::test_the_search_gets_the_update_of_all_layers",),
+        why="under fp16 the search sees an update without the gradient scaler",
     ),
 )

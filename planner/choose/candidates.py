@@ -246,7 +246,7 @@ class Candidates:
         self._watch, self._sharding = watch or Watch(), sharding
         self._recordings, self._card, self._batch_bytes, self._recompute = recordings, card, batch_bytes, recompute
         self._candidates: dict[tuple[tuple[Decision, ...], MicroBatching], Candidate] = {}
-        self._times_dropped = 0
+        self._has_dropped = recordings.is_dropped
         self._by_recompute = {recompute: self}
 
     def with_recompute(self, recompute: tuple[type[Decision], ...]) -> Candidates:
@@ -304,9 +304,9 @@ class Candidates:
 
     def _drop_outdated(self) -> None:
         """Drop all candidates if lengthened recordings have been dropped since the last call."""
-        if self._recordings.times_dropped != self._times_dropped:
+        if self._recordings.is_dropped and not self._has_dropped:
             self._candidates.clear()
-            self._times_dropped = self._recordings.times_dropped
+            self._has_dropped = True
 
 
 class ChunkedCandidates:

@@ -19,7 +19,11 @@ Start = Callable[[tuple[Decision, ...]], Child]
 
 
 class Certificates:
-    """Makes and caches certificates. At most one rehearsal runs ahead of time, before its certificate is asked for."""
+    """Makes and caches certificates. Rehearsals can be started before their certificate is asked for.
+
+    One that is only likely to be needed (`foresee`) is ended as soon as another one is more likely. One that is almost
+    certainly needed (`begin`) runs on until its certificate is asked for.
+    """
 
     def __init__(self, start: Start, finish: Callable[[StepGraph], StepGraph]) -> None:
         """
@@ -30,8 +34,10 @@ class Certificates:
         self._start, self._finish = start, finish
         self._cached: dict[tuple[Decision, ...], StepGraph] = {}
         """Certificates in the cache, from the least to the most recently used."""
+        self._begun: dict[tuple[Decision, ...], Child] = {}
+        """Rehearsals that were started by `begin`."""
         self._ahead: tuple[tuple[Decision, ...], Child] | None = None
-        """Decisions and process of the rehearsal that was started ahead of time; None if there is none."""
+        """Decisions and process of the rehearsal that was started by `foresee`; None if there is none."""
 
     def of(self, decisions: tuple[Decision, ...], *, then: tuple[Decision, ...] | None = None) -> StepGraph:
         """Returns the certificate of `decisions`, from the cache or by a rehearsal.
@@ -49,22 +55,45 @@ class Certificates:
             del self._cached[next(iter(self._cached))]
         return graph
 
+    def begin(self, decisions: tuple[Decision, ...]) -> None:
+        """Start the rehearsal of decisions that will almost certainly be needed."""
+        if decisions not in self._cached and decisions not in self._begun:
+            self._begun[decisions] = self._foreseen(decisions) or self._start(decisions)
+
     def foresee(self, decisions: tuple[Decision, ...]) -> None:
-        """Start the rehearsal of decisions that will probably be needed next, and end another one that runs ahead."""
-        if decisions in self._cached or (self._ahead is not None and self._ahead[0] == decisions):
+        """Start the rehearsal of decisions that will probably be needed next, and end another one that was foreseen.
+
+        Nothing is started while a rehearsal that was begun is running: it would only take longer.
+        """
+        if self._begun or decisions in self._cached or (self._ahead is not None and self._ahead[0] == decisions):
             return
         self.forget()
         self._ahead = decisions, self._start(decisions)
 
     def forget(self) -> None:
-        """End the rehearsal that was started ahead of time: its certificate will not be needed."""
+        """End the rehearsal that was started by `foresee`: its certificate will not be needed."""
         if self._ahead is not None:
             self._ahead[1].end()
             self._ahead = None
 
-    def _child(self, decisions: tuple[Decision, ...]) -> Child:
-        if self._ahead is not None and self._ahead[0] == decisions:
-            (_, child), self._ahead = self._ahead, None
-            return child
+    def close(self) -> None:
+        """End all rehearsals that are still running."""
         self.forget()
-        return self._start(decisions)
+        for child in self._begun.values():
+            child.end()
+        self._begun.clear()
+
+    def _child(self, decisions: tuple[Decision, ...]) -> Child:
+        """Returns the rehearsal of decisions. If it was not begun, those that were begun are no longer needed."""
+        if decisions in self._begun:
+            return self._begun.pop(decisions)
+        foreseen = self._foreseen(decisions)
+        self.close()
+        return foreseen or self._start(decisions)
+
+    def _foreseen(self, decisions: tuple[Decision, ...]) -> Child | None:
+        """Returns the rehearsal that was started by `foresee`, which then belongs to the caller; None for others."""
+        if self._ahead is None or self._ahead[0] != decisions:
+            return None
+        (_, child), self._ahead = self._ahead, None
+        return child

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from planner.allocator.settings import SMALL_SEGMENT_BYTES
 from planner.choose.budget_search import PromiseBudgets, search
@@ -49,7 +50,10 @@ _DESCENTS = 2
 """Maximum number of searches for a plan with a smaller total. Each search asks for one small segment (2 MiB) less."""
 
 
-class _OutdatedError(Exception):
+T = TypeVar("T")
+
+
+class _DroppedError(Exception):
     """Recordings that a search has used were dropped, because they had been lengthened wrongly."""
 
 
@@ -86,7 +90,7 @@ def best_in_time(session: PlanningSession, space: SearchSpace, constraints: Cons
 
 def _certify_promised(session: PlanningSession, constraints: Constraints) -> None:
     """Certify the fastest choice that the search has found so far; if it does not fit, also the smallest one."""
-    for choice in session.promised(constraints):
+    for choice in session.searches.promised(constraints):
         session.watch.stage("certifying a plan")
         certified = session.certify(choice)
         session.note(certified, constraints)
@@ -163,33 +167,42 @@ def fastest(
 
 def certify_found(session: PlanningSession, find: Callable[[], Choice]) -> Certified:
     """Returns a choice with its certificate; if recordings turn out to be wrong, the choice is searched again."""
-    while True:
+
+    def search() -> Certified:
         certified = session.certify(find())
-        if not drop_wrong_recordings(session, certified):
-            return certified
+        check_recordings(session, certified)
+        return certified
+
+    return repeated_if_dropped(session, search)
 
 
-def drop_wrong_recordings(session: PlanningSession, certified: Certified) -> bool:
-    """Drops all lengthened recordings if one of those on which the promise of a plan is based is wrong.
+def repeated_if_dropped(session: PlanningSession, search: Callable[[], T]) -> T:
+    """Returns the result of a search, which is repeated if recordings are dropped meanwhile (`check_recordings`)."""
+    was_dropped = session.recordings.is_dropped
+    with contextlib.suppress(_DroppedError):
+        result = search()
+        if session.recordings.is_dropped == was_dropped:
+            return result
+    return search()  # with recordings of all layers: they are dropped only once
+
+
+def check_recordings(session: PlanningSession, certified: Certified) -> None:
+    """Ends the present search if the lengthened recordings on which the promise of a plan is based are wrong.
 
     They are compared with recordings of all layers only if the certificate is not what was promised. This happens for
-    other reasons, too.
-
-    Returns:
-        True if recordings were dropped, so that another search may find another plan.
+    other reasons, too. The search has to be called by `repeated_if_dropped`.
     """
     promised_bytes = certified.choice.peak_bytes + certified.more_bytes
     is_as_promised = promised_bytes == certified.measured.curve_bytes
-    return not is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions)
+    if not is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions):
+        raise _DroppedError
 
 
 def _search(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int
 ) -> tuple[Certified | None, tuple[Certified, ...]]:
     """Returns the fastest plan that fits (None if no plan fits), and all plans that were certified on the way."""
-    while True:
-        with contextlib.suppress(_OutdatedError):
-            return _search_once(session, space, constraints, attempts=attempts)
+    return repeated_if_dropped(session, lambda: _search_once(session, space, constraints, attempts=attempts))
 
 
 def _search_once(
@@ -206,8 +219,7 @@ def _search_once(
         tried[choice] = certified = session.certify(choice)
         session.note(certified, constraints)
         session.watch.stage("searching")
-        if drop_wrong_recordings(session, certified):
-            raise _OutdatedError
+        check_recordings(session, certified)
         return (
             0
             if certified.measured.fits

@@ -15,6 +15,7 @@ is the plan of `fitting.best`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -88,25 +89,27 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
             "the model has a trade-off of its own: do not force freeze"
         )
     total_bytes(session.baseline)  # recorded before the time for the search is shared out
-    found, is_complete, times_dropped = _Found(), False, None
-    while times_dropped != session.recordings.times_dropped:  # again if recordings turn out to be wrong
-        times_dropped, seconds = session.recordings.times_dropped, session.watch.left_seconds
-        found.answers.clear()
-        try:
-            with session.watch.at_most(_SEARCHING * seconds):
-                is_complete = _search_budgets(session, constraints, vram_bytes, found, _DESCENDING * seconds)
-        except TimeIsUp:
-            is_complete = False
-        try:
-            _certify(session, found)
-        except TimeIsUp:
-            is_complete = False
+    found = _Found()
+    is_complete = fitting.repeated_if_dropped(session, lambda: _search(session, constraints, vram_bytes, found))
     if not is_complete and not constraints.forced:
         found.points.append(session.baseline)
     points = _undominated([point for point in found.points if session.quick_enough(point, constraints)])
     if not points and not is_complete:
         raise TimeIsUp
     return Front(points=points, complete=is_complete)
+
+
+def _search(session: PlanningSession, constraints: Constraints, vram_bytes: int | None, found: _Found) -> bool:
+    """Search budgets and certify what was found. Returns True if the time was enough for both."""
+    found.answers.clear()
+    is_complete, seconds = False, session.watch.left_seconds
+    with contextlib.suppress(TimeIsUp), session.watch.at_most(_SEARCHING * seconds):
+        is_complete = _search_budgets(session, constraints, vram_bytes, found, _DESCENDING * seconds)
+    try:
+        _certify(session, found)
+    except TimeIsUp:
+        return False
+    return is_complete
 
 
 def _search_budgets(
@@ -226,16 +229,12 @@ def _widest(answers: dict[int, Choice | None], narrow_bytes: float) -> int | Non
 
 
 def _certify(session: PlanningSession, found: _Found) -> None:
-    """Certifies the choices, each under the smallest budget in which it runs, and adds them to the points.
-
-    If the recordings turn out to be wrong, it ends: the choices will be searched again.
-    """
+    """Certifies the choices, each under the smallest budget in which it runs, and adds them to the points."""
     wanted = list({choice.decisions: choice for choice in found.answers.values() if choice is not None}.values())
     for number, (choice, following) in enumerate(itertools.zip_longest(wanted, wanted[1:])):
         session.watch.stage(f"certifying plan {number + 1} of {len(wanted)}")
         certified = session.certify(choice, then=following)
-        if fitting.drop_wrong_recordings(session, certified):
-            return
+        fitting.check_recordings(session, certified)
         certified = session.with_budget(session.smallest_budget_bytes(certified)).certify(choice)
         found.points.append(certified)
 

@@ -16,11 +16,11 @@ import torch
 from planner.choose.bounds import Bounds, LeastUpdate, least_updates, loss_ns, optimizer_peak_bytes
 from planner.choose.candidates import Candidates, ChunkedCandidates, optimizer_ns
 from planner.choose.certificates import Certificates
-from planner.choose.choice import Choice, Config
+from planner.choose.choice import Choice
 from planner.choose.chooser import Chooser
 from planner.choose.recordings import Recordings, Start
+from planner.choose.searches import Searches
 from planner.choose.shortening import Shortening, runs_to_shorten
-from planner.errors import StepError
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
 from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
@@ -34,6 +34,7 @@ from planner.space.by_sample import BySampleCheck, StartForward
 from planner.space.carried_state import carried_state
 from planner.space.lm_head import loss_in_chunks
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
+from planner.space.micro_batches import MicroBatching
 from planner.space.search_space import SearchSpace, search_space
 from planner.virtual_gpu.forked_process import Child
 from planner.virtual_gpu.values.shadow_ops import ASSUMED_VALUES
@@ -92,10 +93,12 @@ class PlanningSession:
         """Plans that were certified under this session's budget, whether they fit or not."""
         self._asked: Constraints | None = None
         """The constraints whose plans are reported as progress; None if none are."""
+        self._guessed_trained: tuple[str, ...] | None = None
+        """Names of the trained parameters in a what-if recording, which is there before the baseline; None without."""
         self._certificates = certificates
         self.recordings = Recordings(
             start_what_if,
-            None if workload.step else lambda decisions: start_update(decisions, self.baseline_graph.trained),
+            None if workload.step else lambda decisions: start_update(decisions, self._names_of_trained()),
             self._with_workspaces,
             is_last_different=any(way.keeps_whole_gradients for way in workload.sharding),
             shortening=Shortening(runs_to_shorten(workload), start_shortened, lambda: self.baseline_graph),
@@ -110,14 +113,14 @@ class PlanningSession:
         self._takes_fastest = True
         """False if convolutions whose workspace does not fit may run a slower algorithm, as in PyTorch."""
         self._start_forward = start_forward
-        self._choosers: list[tuple[Constraints, Chooser]] = []
+        self.searches = Searches()
         self._lower_bounds: dict[tuple[Decision, ...], int] = {}
 
     def search_space(self, constraints: Constraints) -> SearchSpace:
         """Return the search space of the plan. Raises `DecisionError` if a forced technique cannot be used."""
         graph = self.baseline_graph
         if self.workload.step is not None:
-            return search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
+            return self._first_space(constraints)
         return search_space(
             self.workload,
             self.card,
@@ -144,16 +147,20 @@ class PlanningSession:
         Plans under these constraints are reported as progress.
         """
         self._asked = constraints
-        if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
-            return  # a forced loss in chunks follows from the baseline; a step in backward excludes some configurations
         if constraints.allow(Role.MICRO_BATCHING) and self.workload.step is None:
             _ = self._by_sample_check  # the first access starts its rehearsal
-        space = search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
+        if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
+            return  # a forced loss in chunks follows from the baseline; a step in backward excludes some configurations
+        space = self._first_space(constraints)
         self._candidates.prefetch(space.precisions[-1], space.splits[:1])
+
+    def _first_space(self, constraints: Constraints) -> SearchSpace:
+        """Returns the search space, without what depends on the baseline."""
+        return search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
 
     def close(self) -> None:
         """End the recordings and rehearsals that are still running."""
-        self._certificates.forget()
+        self._certificates.close()
         self.recordings.close()
         if "_by_sample_check" in vars(self):
             self._by_sample_check.close()
@@ -163,11 +170,43 @@ class PlanningSession:
         _ = self.baseline_graph  # made before the copy, so that both have it
         if self.workload.step is None:
             _ = self._by_sample_check
-        other = copy.copy(self)
+        other = self._copy()
         other._budget = Budget.of_total(self.card, total_bytes)
+        return other
+
+    def _copy(self) -> PlanningSession:
+        """Returns a session without plans, which shares recordings, candidates and certificates."""
+        other = copy.copy(self)
         other._plans, other._asked = [], None
         other.__dict__.pop("baseline", None)
         return other
+
+    def begin_baseline(self) -> None:
+        """Start the rehearsal of the baseline, without waiting for it."""
+        self._certificates.begin(())
+
+    def before_baseline(self, constraints: Constraints) -> PlanningSession:
+        """Returns a session with a what-if recording in place of the baseline. Call `expect` before.
+
+        Its choices are guesses. It shares recordings and candidates. Raises `StepError` if the step cannot be recorded.
+        """
+        precisions, size = self._first_space(constraints).precisions, self.workload.batch_size
+        config, whole = (() if () in precisions else precisions[-1]), MicroBatching(micro_batches=1, size=size)
+        self._guessed_trained = self.recordings.trained(config, whole)
+        other = self._copy()
+        other._lower_bounds, other.searches = {}, Searches()
+        other.baseline_graph = self.recordings.of(config, whole)
+        return other
+
+    def begin_certificate(self, choice: Choice) -> None:
+        """Start the rehearsal of a choice that will probably be certified, without waiting for it."""
+        self._certificates.begin(without_roles(choice.decisions, Role.ALLOCATOR))
+
+    def _names_of_trained(self) -> tuple[str, ...]:
+        """Returns the names of the trained parameters, as far as they are known before the baseline."""
+        if self._guessed_trained is not None and "baseline_graph" not in vars(self):
+            return self._guessed_trained
+        return self.baseline_graph.trained
 
     @property
     def has_slower_algorithms(self) -> bool:
@@ -265,22 +304,8 @@ class PlanningSession:
         known = (*self._plans, self.baseline)
         return self.measure_at_smallest_budget(min(known, key=lambda plan: plan.measured.curve_bytes))
 
-    def promised(self, constraints: Constraints) -> tuple[Choice, ...]:
-        """Returns the fastest and the smallest choice of the latest search, which may not have been certified yet."""
-        found = next((chooser.promised for used, chooser in reversed(self._choosers) if used == constraints), [])
-        if not found:
-            return ()
-        fastest = min(found, key=lambda choice: choice.step_ns)
-        return tuple(dict.fromkeys((fastest, min(found, key=lambda choice: choice.peak_bytes))))
-
-    def untried(self, constraints: Constraints) -> tuple[Config, ...]:
-        """Returns the configurations of the latest search that no search under these constraints has come to."""
-        choosers = [chooser for used, chooser in self._choosers if used == constraints]
-        tried = {config for chooser in choosers for config in chooser.tried}
-        return tuple(config for chooser in choosers[-1:] for config in chooser.configs() if config not in tried)
-
     def chooser(self, space: SearchSpace, constraints: Constraints) -> Chooser:
-        """Return a new chooser for a search space. `solve_seconds`, `undecided` and `dropped` include the chooser's."""
+        """Return a new chooser for a search space, and add it to `searches`."""
         frozen = has_role(space.precisions[0], Role.FREEZING)
         graph = self.baseline_graph
         times = roofline.op_times_ns(graph, self.card, 1)
@@ -301,7 +326,7 @@ class PlanningSession:
             force_recompute=constraints.force(Role.RECOMPUTE),
             slowest_ns=self._slowest_ns(constraints),
         )
-        self._choosers.append((constraints, chooser))
+        self.searches.add(constraints, chooser)
         return chooser
 
     def _least_updates(self, frozen: bool) -> dict[bool, LeastUpdate]:
@@ -359,31 +384,6 @@ class PlanningSession:
                 config=config,
             )
         return self._lower_bounds[config]
-
-    @property
-    def solve_seconds(self) -> float:
-        """Time in seconds that the choosers of this session spent in the solver."""
-        return sum(chooser.solve_seconds for _, chooser in self._choosers)
-
-    @property
-    def undecided(self) -> int:
-        """Number of integer programs that hit their time limit without an answer."""
-        return sum(chooser.undecided for _, chooser in self._choosers)
-
-    def dropped(self, constraints: Constraints) -> tuple[str, ...]:
-        """Returns notes on configurations that these constraints allow but that could not be rehearsed."""
-        choosers = [chooser for allowed, chooser in self._choosers if allowed == constraints]
-        errors = {config: error for chooser in choosers for config, error in chooser.dropped.items()}
-        notes: list[str] = []
-        # One note for all micro-batch sizes of a configuration: a model that needs groups of samples fails with many.
-        by_config: dict[Config, list[tuple[Config, StepError]]] = {}
-        for decisions, error in errors.items():
-            by_config.setdefault(without_roles(decisions, Role.MICRO_BATCHING), []).append((decisions, error))
-        for (decisions, error), *others in by_config.values():
-            names = ", ".join(decision.describe() for decision in decisions) or "the step without decisions"
-            more = f", and {len(others)} other numbers of micro-batches" if others else ""
-            notes.append(f"left out ({names}{more}): {error}")
-        return tuple(notes)
 
     def _slowest_ns(self, constraints: Constraints) -> float:
         allowed = constraints.max_slowdown

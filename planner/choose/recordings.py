@@ -10,9 +10,10 @@ right (`Shortening`), and the recording is lengthened (`lengthen`); the update i
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from planner.choose.shortening import Shortening, with_all_layers
 from planner.derive.extrapolate import BASE_SIZES, extrapolate
@@ -64,7 +65,7 @@ class Recordings:
         self._finish = finish
         self._most_parts = 3 if is_last_different else 2
         """Maximum number of micro-batches in a recording."""
-        self._finished: dict[tuple[int, _Key], StepGraph] = {}
+        self._finished: dict[tuple[bool, _Key], StepGraph] = {}
         self._together: dict[_Key, StepGraph] = {}
         self._recorded: dict[_Key, StepGraph] = {}
         self._running: dict[_Key, Child] = {}
@@ -145,6 +146,10 @@ class Recordings:
                 self._refused[size] = refused
             raise refused from error
 
+    def trained(self, config: tuple[Decision, ...], split: MicroBatching) -> tuple[str, ...]:
+        """Returns the names of the parameters that get a gradient in a step that runs the whole batch."""
+        return self._result(self._parts((config, (split.size,)))[0]).trained
+
     def finished_by(self, finish: Callable[[StepGraph], StepGraph]) -> Recordings:
         """Returns the same recordings with other workspaces of kernels."""
         other = copy.copy(self)
@@ -167,7 +172,7 @@ class Recordings:
             self._begin(update)
 
     def _get(self, key: _Key) -> StepGraph:
-        known = self.times_dropped, key
+        known = self.is_dropped, key
         if known not in self._finished:
             self._finished[known] = self._finish(self._joined(key))
         return self._finished[known]
@@ -191,7 +196,8 @@ class Recordings:
                 self._running[part] = self._start_update(part[0])
             elif self._is_lengthened(part):
                 self._running[part] = self._start(*part, self._shortening.runs)
-                self._shortening.begin()
+                if not self._shortening.is_assumed:
+                    self._shortening.begin()
             else:
                 self._running[part] = self._start(*part, ())
 
@@ -207,7 +213,10 @@ class Recordings:
         if self._start_update is None or not has_other or any(decision.steps_in_backward for decision in decisions):
             return key, None
         step = without_roles(decisions, Role.OPTIMIZER), sizes
-        return step, (without_roles(decisions, Role.MICRO_BATCHING, Role.LOSS), ())
+        update = without_roles(decisions, Role.MICRO_BATCHING, Role.LOSS)
+        if not any(decision.needs_gradient_scaler for decision in update):
+            update = without_roles(update, Role.PRECISION)  # weights, gradients and state keep their precision
+        return step, (update, ())
 
     def _may_be_lengthened(self, key: _Key) -> bool:
         """True if only a few of the identical layers are recorded, unless this recording turns out to need all."""
@@ -250,28 +259,46 @@ class Recordings:
         except StepError:  # If the model does not need all its layers, the next recording raises the error again.
             return None
 
-    def _may_lengthen(self) -> bool:
-        """True if recordings may be lengthened. If not, those that run with a few layers are ended."""
-        shortened = [part for part in self._running if self._is_lengthened(part)]
-        is_right = False
-        try:
-            is_right = self._shortening.is_right()
-        finally:  # also if the time is up
-            for part in () if is_right else shortened:
-                self._running.pop(part).end()
-        return is_right
+    # ---- are lengthened recordings right? ----------------------------------------------------------------------------
 
-    # ---- when a certificate is not what was promised ----------------------------------------------------------------
+    @contextlib.contextmanager
+    def assumed_right(self) -> Iterator[None]:
+        """Within the context, recordings are lengthened although the baseline is not known yet; then call `confirm`."""
+        self._shortening.is_assumed = True
+        try:
+            yield
+        finally:
+            self._shortening.is_assumed = False
+
+    def begin_comparison(self) -> None:
+        """Start the recording that `confirm` compares with the baseline, unless nothing is lengthened."""
+        self._shortening.begin()
+
+    def confirm(self) -> None:
+        """Compare the recordings of the baseline. If no recording may be lengthened, all that were made are dropped."""
+        self._may_lengthen()
+
+    def _may_lengthen(self) -> bool:
+        """True if recordings may be lengthened. If it turns out that they may not, all are dropped."""
+        if self._shortening.runs:
+            is_right = False
+            try:
+                is_right = self._shortening.is_right()
+            finally:  # also if the time is up
+                if not is_right:
+                    self._drop_all()
+        return bool(self._shortening.runs)
 
     @property
-    def times_dropped(self) -> int:
-        """How often recordings were dropped, because they had been lengthened wrongly."""
-        return self._shortening.times_dropped
+    def is_dropped(self) -> bool:
+        """True if recordings were dropped, because they had been lengthened wrongly."""
+        return self._shortening.is_dropped
 
     def drop_if_wrong(self, decisions: tuple[Decision, ...]) -> bool:
         """Compares the lengthened recordings of a configuration with recordings of all layers.
 
-        If one differs, all lengthened recordings are dropped, and all layers are recorded from now on.
+        It is called if a certificate is not what was promised. If a recording differs, all recordings are dropped, and
+        all layers are recorded from now on.
 
         Args:
             decisions: the decisions of a plan with this configuration.
@@ -289,7 +316,7 @@ class Recordings:
                 except StepError:  # a step that cannot be recorded must not be promised
                     full = None
                 if not is_same_step(full, self._recorded[part]):
-                    self._drop_lengthened()
+                    self._drop_all()
                     return True
                 self._compared.add(part)
         finally:
@@ -297,14 +324,15 @@ class Recordings:
                 child.end()
         return False
 
-    def _drop_lengthened(self) -> None:
-        for part in [part for part in self._running if self._is_lengthened(part)]:
-            self._running.pop(part).end()
-        for part in [part for part in self._recorded if self._is_lengthened(part)]:
-            del self._recorded[part]
-        self._together.clear()
-        self._irregular.clear()
-        self._shortening.drop()
+    def _drop_all(self) -> None:
+        """Drop all recordings, also those of updates: which parameters they train may have been lengthened, too."""
+        for child in self._running.values():
+            child.end()
+        if any(self._is_lengthened(part) for part in self._recorded):
+            self._shortening.is_dropped = True
+        self._shortening.end()
+        for known in (self._running, self._recorded, self._together, self._failed, self._irregular):
+            known.clear()
 
 
 def _step_config(decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:

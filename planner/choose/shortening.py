@@ -56,8 +56,10 @@ class Shortening:
         """
         self.runs = runs
         """The runs; empty if all layers are recorded."""
-        self.times_dropped = 0
-        """How often lengthened recordings were dropped because one of them was wrong: at most once."""
+        self.is_dropped = False
+        """True if lengthened recordings were dropped, because they were wrong. It happens at most once."""
+        self.is_assumed = False
+        """True while recordings are lengthened without a comparison, because the baseline is still being rehearsed."""
         self._start_baseline, self._baseline = start_baseline, baseline
         self._child: Child | None = None
         self._is_compared = start_baseline is None or baseline is None
@@ -68,16 +70,11 @@ class Shortening:
             self._child = self._start_baseline(self.runs)
 
     def is_right(self) -> bool:
-        """True if recordings may be lengthened. The first call compares the recordings of the baseline."""
-        if not self._is_compared and self.runs:
+        """True if recordings may be lengthened; else call `end`. The first call compares recordings of the baseline."""
+        if self.runs and not self._is_compared and not self.is_assumed:
             self.begin()
-            is_right = False
-            try:
-                is_right = self._is_baseline_right()
-            finally:  # also if the time is up
-                self._is_compared = True
-                if not is_right:
-                    self.end()
+            self._is_compared = True
+            return self._is_baseline_right()
         return bool(self.runs)
 
     def _is_baseline_right(self) -> bool:
@@ -101,11 +98,6 @@ class Shortening:
         """Record all layers from now on."""
         self.close()
         self.runs = ()
-
-    def drop(self) -> None:
-        """Record all layers from now on, because a lengthened recording was wrong."""
-        self.end()
-        self.times_dropped += 1
 
     def close(self) -> None:
         """End the recording of the baseline if it is still running."""

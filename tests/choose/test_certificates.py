@@ -6,9 +6,9 @@ import types
 
 import pytest
 
+from planner import pipeline
 from planner.choose.certificates import Certificates
 from planner.errors import RehearsalError
-from planner.pipeline import plan_workload
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity
 from planner.plan_types.decisions import Decision, Precision
@@ -78,6 +78,35 @@ def test_an_error_matters_only_to_those_who_ask(begun):
         made.of(refused)
 
 
+def test_what_was_begun_runs_on_until_it_is_asked_for(begun):
+    made = certificates(begun)
+    made.begin(())
+    made.begin(BF16)
+    made.begin(BF16)
+    made.foresee(FP16)  # is not started while others are running
+    made.forget()
+    assert made.of(()).decisions == () and made.of(BF16).decisions == BF16
+    made.begin(BF16)
+    assert [(child.decisions, child.ended) for child in begun] == [((), False), (BF16, False)]
+
+
+def test_what_was_foreseen_is_not_begun_again(begun):
+    made = certificates(begun)
+    made.foresee(BF16)
+    made.begin(BF16)
+    assert made.of(BF16).decisions == BF16
+    assert len(begun) == 1
+
+
+def test_what_was_begun_ends_if_another_certificate_is_asked_for(begun):
+    made = certificates(begun)
+    made.begin(BF16)
+    assert made.of(FP16).decisions == FP16
+    made.begin(BF16)
+    made.close()
+    assert [(child.decisions, child.ended) for child in begun] == [(BF16, True), (FP16, False), (BF16, True)]
+
+
 def test_few_ops_are_kept_at_hand(begun):
     made = certificates(begun, ops=150_000)
     made.of(BF16)
@@ -90,6 +119,8 @@ def test_few_ops_are_kept_at_hand(begun):
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_the_search_foresees_what_it_chooses(monkeypatch):
+    """Without a head start, the certificate of the choice is begun while its what-if recording is made."""
+    monkeypatch.setattr(pipeline, "start_early", lambda session, constraints: session.expect(constraints))
     begun: list[tuple[tuple[Decision, ...], bool]] = []
     rehearsed = Certificates._child
 
@@ -103,7 +134,7 @@ def test_the_search_foresees_what_it_chooses(monkeypatch):
     constraints = Constraints(
         fidelity=BF16[0].fidelity, forced=("mixed-precision",), forbidden=("8bit-optimizer", "optimizer-kernel")
     )
-    plan = plan_workload(work, CARD, vram_bytes=8 << 30, constraints=constraints)
+    plan = pipeline.plan_workload(work, CARD, vram_bytes=8 << 30, constraints=constraints)
     assert plan.decisions == BF16
     assert begun == [((), False), (BF16, True)]
 
@@ -120,8 +151,8 @@ def test_a_step_that_cannot_fit_without_recompute_is_not_rehearsed(monkeypatch):
     monkeypatch.setattr(Certificates, "foresee", noted)
     work = example("sequential.py:build", 16384)
     constraints = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
-    baseline = plan_workload(work, CARD, vram_bytes=None, constraints=constraints).baseline
+    baseline = pipeline.plan_workload(work, CARD, vram_bytes=None, constraints=constraints).baseline
     budget = baseline.total_bytes - baseline.most["activations"] * 2 // 3
-    plan = plan_workload(work, CARD, vram_bytes=budget, constraints=constraints)
+    plan = pipeline.plan_workload(work, CARD, vram_bytes=budget, constraints=constraints)
     assert plan.fits
     assert begun == []

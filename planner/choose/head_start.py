@@ -1,0 +1,47 @@
+"""Starts the certificate of a plan while the baseline is still being rehearsed.
+
+The rehearsals of the baseline and of the chosen step take the most time of planning, and the search between them needs
+the baseline. But what-if recordings are there earlier: they have one step instead of two, and of many identical layers
+only a few. So a search runs on them first, with a what-if recording in place of the baseline, and the rehearsal of its
+choice is started. Nothing else comes from this search. The search that follows finds recordings, candidates and answers
+of integer programs in the cache, and nearly always makes the same choice, whose rehearsal has then been running for a
+while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from planner.choose.planning_session import PlanningSession
+from planner.errors import StepError
+from planner.plan_types.constraints import Constraints
+from planner.progress import TimeIsUp
+
+_FRACTION = 0.2
+"""Maximum fraction of the remaining time for the first search. The rehearsal of the baseline needs the rest."""
+
+
+def start_early(session: PlanningSession, constraints: Constraints) -> None:
+    """Rehearse the baseline, and meanwhile start the certificate of the plan that will probably be chosen.
+
+    Raises:
+        StepError: the step cannot be rehearsed.
+        TimeIsUp: the time was up before the baseline was recorded.
+    """
+    if session.workload.step is not None:  # how many of its calls are recorded is known from the baseline
+        session.expect(constraints)
+        return
+    watch, recordings = session.watch, session.recordings
+    with recordings.assumed_right():
+        session.expect(constraints)
+        session.begin_baseline()
+        # Errors of this search are ignored: the search that follows has them, too, and knows the baseline.
+        with contextlib.suppress(StepError, TimeIsUp), watch.at_most(_FRACTION * watch.left_seconds):
+            guessing = session.before_baseline(constraints)
+            space = guessing.search_space(constraints)
+            choice = guessing.chooser(space, constraints).fastest(guessing.budget.tensor_bytes)
+            if choice is not None and choice.decisions:
+                session.begin_certificate(choice)
+    recordings.begin_comparison()
+    _ = session.baseline_graph
+    recordings.confirm()

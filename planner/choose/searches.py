@@ -1,0 +1,61 @@
+"""The searches of a planning session: what they have found and tried, and what they left out."""
+
+from __future__ import annotations
+
+from planner.choose.choice import Choice, Config
+from planner.choose.chooser import Chooser
+from planner.errors import StepError
+from planner.plan_types.constraints import Constraints
+from planner.plan_types.decision_base import Role, without_roles
+
+
+class Searches:
+    """The choosers of a planning session, in the order in which they were made, each with its constraints."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Constraints, Chooser]] = []
+
+    def add(self, constraints: Constraints, chooser: Chooser) -> None:
+        """Add a chooser that searches under these constraints."""
+        self._made.append((constraints, chooser))
+
+    def _under(self, constraints: Constraints) -> list[Chooser]:
+        return [chooser for used, chooser in self._made if used == constraints]
+
+    @property
+    def solve_seconds(self) -> float:
+        """Time in seconds that all choosers spent in the solver."""
+        return sum(chooser.solve_seconds for _, chooser in self._made)
+
+    @property
+    def undecided(self) -> int:
+        """Number of integer programs that hit their time limit without an answer."""
+        return sum(chooser.undecided for _, chooser in self._made)
+
+    def promised(self, constraints: Constraints) -> tuple[Choice, ...]:
+        """Returns the fastest and the smallest choice of the latest search, which may not have been certified yet."""
+        found = [chooser.promised for chooser in self._under(constraints)[-1:]]
+        if not any(found):
+            return ()
+        fastest = min(found[0], key=lambda choice: choice.step_ns)
+        return tuple(dict.fromkeys((fastest, min(found[0], key=lambda choice: choice.peak_bytes))))
+
+    def untried(self, constraints: Constraints) -> tuple[Config, ...]:
+        """Returns the configurations of the latest search that no search under these constraints has come to."""
+        choosers = self._under(constraints)
+        tried = {config for chooser in choosers for config in chooser.tried}
+        return tuple(config for chooser in choosers[-1:] for config in chooser.configs() if config not in tried)
+
+    def dropped(self, constraints: Constraints) -> tuple[str, ...]:
+        """Returns notes on configurations that these constraints allow but that could not be rehearsed."""
+        errors = {config: error for chooser in self._under(constraints) for config, error in chooser.dropped.items()}
+        notes: list[str] = []
+        # One note for all micro-batch sizes of a configuration: a model that needs groups of samples fails with many.
+        by_config: dict[Config, list[tuple[Config, StepError]]] = {}
+        for decisions, error in errors.items():
+            by_config.setdefault(without_roles(decisions, Role.MICRO_BATCHING), []).append((decisions, error))
+        for (decisions, error), *others in by_config.values():
+            names = ", ".join(decision.describe() for decision in decisions) or "the step without decisions"
+            more = f", and {len(others)} other numbers of micro-batches" if others else ""
+            notes.append(f"left out ({names}{more}): {error}")
+        return tuple(notes)
