@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib.metadata
 import platform
@@ -13,8 +12,8 @@ import torch
 from planner.choose.choice import TIE, Choice
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
-from planner.estimate.add_workspaces import convolution_notes, unknown_ops
-from planner.estimate.footprint import granularity_bytes, measure, smallest_capacity_bytes
+from planner.estimate.footprint import granularity_bytes, measure
+from planner.estimate.kernel_notes import kernel_notes
 from planner.estimate.largest_tensors import largest_tensors
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import (
@@ -26,12 +25,12 @@ from planner.plan_types.decision_base import (
     with_sharding,
 )
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts
-from planner.plan_types.sizes import MIB, format_size
+from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.profiles.links import foreign_link_note
 from planner.recording.module_state import is_compiled
-from planner.recording.step_graph import Op, Phase
+from planner.recording.step_graph import Phase
 from planner.virtual_gpu.values.data_dependence import STATED
 from planner.workload.budget import Budget
 from planner.workload.optimizer_choice import by_name
@@ -41,8 +40,6 @@ _WORTH_NAMING = 1.01
 """Factor between predicted step times from which on a note names the faster plan that was passed over."""
 _MOST_UNTRIED_NAMED = 3
 """Maximum number of configurations that the note on a plan that ended early names."""
-_MOST_KERNELS_NAMED = 4
-"""Maximum number of kernels that a note names."""
 
 
 def assemble_plan(
@@ -111,7 +108,7 @@ def assemble_plan(
             *_allocator_notes(certified.choice.decisions),
             *changed_notes(certified.choice.decisions, session.card.alloc_conf),
             *_default_options_notes(session, certified, budget, is_fitting=shortfall is None),
-            *_workspace_notes(certified, session.card),
+            *kernel_notes(certified.graph, certified.measured, certified.choice.decisions, session.card),
             *foreign_link_note(session.card),
             *_nccl_notes(session.card),
         ),
@@ -340,59 +337,3 @@ def _paged_state_notes(workload: Workload) -> tuple[str, ...]:
         "the paged optimizer state is in CUDA's unified memory and not counted: the driver moves it to host memory "
         "when the card is full, which makes the step slower than predicted",
     )
-
-
-def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
-    """Return notes on the workspaces of convolutions, and one on kernels with unknown workspaces, if there are any."""
-    if not card.allocator:
-        return ()
-    of_convolutions = (
-        *convolution_notes(certified.graph, card, str(torch.__version__)),
-        *_slower_notes(certified, card),
-    )
-    counts = unknown_ops(certified.graph)
-    if not counts:
-        return of_convolutions
-    most_frequent = sorted(counts.items(), key=lambda pair: -pair[1])[:_MOST_KERNELS_NAMED]
-    names = ", ".join(f"{count} x {name}" for name, count in most_frequent)
-    more = f" and {len(counts) - _MOST_KERNELS_NAMED} other kinds" if len(counts) > _MOST_KERNELS_NAMED else ""
-    note = f"the workspaces of some kernels are unknown and not counted: {names}{more}, in two steps"
-    return (*of_convolutions, note)
-
-
-def _slower_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
-    """Return a note if convolutions run slower algorithms, or would run them under a smaller budget.
-
-    PyTorch takes a slower algorithm if the workspace of the fastest one does not fit.
-    """
-    graph, measured, decisions = certified.graph, certified.measured, certified.choice.decisions
-    if not any(storage.trials for storage in graph.storages):
-        return ()
-    whole_bytes = smallest_capacity_bytes(graph, card, decisions, fastest=True)
-    if not measured.slower:
-        least_bytes = smallest_capacity_bytes(graph, card, decisions)
-        if whole_bytes - least_bytes < MIB:
-            return ()
-        return (
-            "the convolutions run their fastest algorithms, with which the step needs at least "
-            f"{format_size(whole_bytes)}. With less memory, PyTorch takes slower algorithms with smaller workspaces; "
-            f"the step then needs at least {format_size(least_bytes)}",
-        )
-    ops = [graph.ops[index] for index in dict.fromkeys(measured.slower)]
-    last_step = max(op.step for op in ops)
-    names = collections.Counter(_convolution_name(op) for op in ops if op.step == last_step)
-    shown = [f"{count} x {name}" for name, count in names.most_common(_MOST_KERNELS_NAMED)]
-    more = f" and {len(names) - len(shown)} other kinds" if len(names) > len(shown) else ""
-    return (
-        f"{names.total()} convolutions of a step run a slower algorithm, because the workspace of the fastest one does "
-        f"not fit: {', '.join(shown)}{more}. PyTorch takes the next algorithm on its own. How much slower it is cannot "
-        f"be known without the card: the predicted time is that of the fastest ones, with which the step needs "
-        f"{format_size(whole_bytes)}",
-    )
-
-
-def _convolution_name(op: Op) -> str:
-    """Return the direction of a convolution, and the shapes of its image and its weight."""
-    assert op.kernel is not None  # The recorder keeps the call of every convolution.
-    sizes = (" x ".join(map(str, op.kernel.tensor(name).shape)) for name in ("input", "weight"))
-    return f"{'backward' if op.phase is Phase.BACKWARD else 'forward'} of {' with '.join(sizes)}"

@@ -194,7 +194,7 @@ def start_rehearsal(
         workload.sharding, without_roles(decisions, Role.ALLOCATOR)
     )  # the recording has no allocator
     decisions = tuple(
-        decision.without_modules(lambda path: any(run.is_left_out(path) for run in runs)) for decision in decisions
+        decision.without_modules(lambda path: any(run.leads_elsewhere(path) for run in runs)) for decision in decisions
     )
     _import_once(decisions)
     shortened = tuple(decision.with_micro_batches(len(sizes)) for decision in decisions)

@@ -9,7 +9,7 @@ _CALLS = "tests/workspaces/test_convolution_calls.py"
 FAULTS = (
     Fault(
         name="workspaces-of-the-fastest-algorithms-only",
-        path="planner/assemble.py",
+        path="planner/estimate/kernel_notes.py",
         old="        least_bytes = smallest_capacity_bytes(graph, card, decisions)\n",
         new="        least_bytes = smallest_capacity_bytes(graph, card, decisions, fastest=True)\n",
         tests=(

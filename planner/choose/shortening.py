@@ -8,14 +8,13 @@ certificate differ from the promised peak (`Recordings.drop_if_wrong`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 
 from planner.derive.lengthen import lengthened
 from planner.derive.same_step import is_same_step
 from planner.errors import StepError
 from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs
-from planner.recording.step_graph import Phase, StepGraph, first_steps, last_step
+from planner.recording.step_graph import StepGraph, first_step_before_update, last_step
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload
 
@@ -89,7 +88,7 @@ class Shortening:
         # first steps are compared, too.
         steps = [(last_step(short), full)]
         if full.ops_differ or short.ops_differ:
-            steps.append((_first_step(short), _first_step(full)))
+            steps.append((first_step_before_update(short), first_step_before_update(full)))
         return full.update_tick is not None and all(
             is_same_step(with_all_layers(few, self.runs), whole) for few, whole in steps
         )
@@ -104,19 +103,3 @@ class Shortening:
         if self._child is not None:
             self._child.end()
             self._child = None
-
-
-def _first_step(graph: StepGraph) -> StepGraph:
-    """Returns the recording of the first step without its update, which makes the optimizer state."""
-    step = first_steps(graph, 1)
-    update_tick = next((op.tick for op in step.ops if op.phase is Phase.OPTIMIZER), step.ticks)
-    ops = [op for op in step.ops if op.tick < update_tick]
-    storages = [
-        dataclasses.replace(
-            storage,
-            lives=[life for life in storage.lives if life[0] < update_tick],
-            op=None if storage.op is None or storage.op >= len(ops) else storage.op,
-        )
-        for storage in step.storages
-    ]
-    return dataclasses.replace(step, ops=ops, storages=storages, update_tick=update_tick, primed=True)

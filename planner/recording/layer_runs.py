@@ -67,7 +67,7 @@ class LayerRun:
         found = self.position(path)
         return found is not None and self.kept <= found[0] - self.first < self.layers
 
-    def is_left_out(self, path: str) -> bool:
+    def leads_elsewhere(self, path: str) -> bool:
         """True if a path does not lead to the same module in the shortened model.
 
         The shortened model lacks this module, or the module belongs to a layer after the run, whose position changes.

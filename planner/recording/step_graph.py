@@ -317,6 +317,22 @@ def first_steps(graph: StepGraph, steps: int) -> StepGraph:
     )
 
 
+def first_step_before_update(graph: StepGraph) -> StepGraph:
+    """Returns the recording of the first step without its update, which makes the optimizer state."""
+    step = first_steps(graph, 1)
+    update_tick = next((op.tick for op in step.ops if op.phase is Phase.OPTIMIZER), step.ticks)
+    ops = [op for op in step.ops if op.tick < update_tick]
+    storages = [
+        dataclasses.replace(
+            storage,
+            lives=[life for life in storage.lives if life[0] < update_tick],
+            op=None if storage.op is None or storage.op >= len(ops) else storage.op,
+        )
+        for storage in step.storages
+    ]
+    return dataclasses.replace(step, ops=ops, storages=storages, update_tick=update_tick, primed=True)
+
+
 def last_step(graph: StepGraph) -> StepGraph:
     """Returns the recording of the last step alone. What exists before this step counts as made before the recording.
 

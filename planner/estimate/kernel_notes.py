@@ -1,0 +1,85 @@
+"""Notes for the user on kernels: algorithms of convolutions with their workspaces, and unknown workspaces."""
+
+from __future__ import annotations
+
+import collections
+
+import torch
+
+from planner.estimate.add_workspaces import convolution_notes, unknown_ops
+from planner.estimate.footprint import Measured, smallest_capacity_bytes
+from planner.plan_types.decision_base import Decision
+from planner.plan_types.sizes import MIB, format_size
+from planner.profiles.device import DeviceProfile
+from planner.recording.step_graph import Op, Phase, StepGraph
+
+_MOST_KERNELS_NAMED = 4
+"""Maximum number of kernels that a note names."""
+
+
+def kernel_notes(
+    graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile
+) -> tuple[str, ...]:
+    """Return notes on the workspaces of convolutions, and one on kernels with unknown workspaces, if there are any.
+
+    Args:
+        graph: the recording of a step with these decisions.
+        measured: its footprint on the card.
+    """
+    if not card.allocator:
+        return ()
+    of_convolutions = (
+        *convolution_notes(graph, card, str(torch.__version__)),
+        *_slower_notes(graph, measured, decisions, card),
+    )
+    counts = unknown_ops(graph)
+    if not counts:
+        return of_convolutions
+    most_frequent = sorted(counts.items(), key=lambda pair: -pair[1])[:_MOST_KERNELS_NAMED]
+    names = ", ".join(f"{count} x {name}" for name, count in most_frequent)
+    more = f" and {len(counts) - _MOST_KERNELS_NAMED} other kinds" if len(counts) > _MOST_KERNELS_NAMED else ""
+    note = f"the workspaces of some kernels are unknown and not counted: {names}{more}, in two steps"
+    return (*of_convolutions, note)
+
+
+def _slower_notes(
+    graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile
+) -> tuple[str, ...]:
+    """Return a note if convolutions run slower algorithms, or would run them under a smaller budget.
+
+    PyTorch takes a slower algorithm if the workspace of the fastest one does not fit.
+    """
+    if not any(storage.trials for storage in graph.storages):
+        return ()
+    whole_bytes = smallest_capacity_bytes(graph, card, decisions, fastest=True)
+    if measured.slower:
+        return (_note_on_slower_ones([graph.ops[index] for index in dict.fromkeys(measured.slower)], whole_bytes),)
+    least_bytes = smallest_capacity_bytes(graph, card, decisions)
+    if whole_bytes - least_bytes < MIB:
+        return ()
+    return (
+        "the convolutions run their fastest algorithms, with which the step needs at least "
+        f"{format_size(whole_bytes)}. With less memory, PyTorch takes slower algorithms with smaller workspaces; the "
+        f"step then needs at least {format_size(least_bytes)}",
+    )
+
+
+def _note_on_slower_ones(ops: list[Op], whole_bytes: int) -> str:
+    """Return the note on convolutions that run a slower algorithm; `whole_bytes` are enough for the fastest ones."""
+    last_step = max(op.step for op in ops)
+    names = collections.Counter(_convolution_name(op) for op in ops if op.step == last_step)
+    shown = [f"{count} x {name}" for name, count in names.most_common(_MOST_KERNELS_NAMED)]
+    more = f" and {len(names) - len(shown)} other kinds" if len(names) > len(shown) else ""
+    return (
+        f"{names.total()} convolutions of a step run a slower algorithm, because the workspace of the fastest one does "
+        f"not fit: {', '.join(shown)}{more}. PyTorch takes the next algorithm on its own. How much slower it is cannot "
+        f"be known without the card: the predicted time is that of the fastest ones, with which the step needs "
+        f"{format_size(whole_bytes)}"
+    )
+
+
+def _convolution_name(op: Op) -> str:
+    """Return the direction of a convolution, and the shapes of its image and its weight."""
+    assert op.kernel is not None  # The recorder keeps the call of every convolution.
+    sizes = (" x ".join(map(str, op.kernel.tensor(name).shape)) for name in ("input", "weight"))
+    return f"{'backward' if op.phase is Phase.BACKWARD else 'forward'} of {' with '.join(sizes)}"
