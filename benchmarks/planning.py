@@ -1,8 +1,9 @@
 """Show where the time of planning goes: rehearsals by purpose, integer programs, CPU seconds and host memory.
 
-    python -m benchmarks.planning [--only WORDS] [--cards]
+    python -m benchmarks.planning [--only WORDS] [--cards] [--again]
 
 Each question is a `plan` command that runs in a new process. With `--cards`, the questions are those for several cards.
+With `--again`, each question is asked twice, and the second time the recordings of the first time are used.
 "wall" is the time from the start of the command to its end, "planning" the time that the plan states: without imports
 and loading. CPU seconds are those of the process and its children. "memory" is the largest resident set of one process.
 Times depend on the machine and its load; numbers of rehearsals and programs depend on times only where a limit ends
@@ -207,13 +208,22 @@ def answer(words: list[str]) -> dict[str, Any]:
     }
 
 
-def asked(words: str, folder: pathlib.Path) -> tuple[dict[str, Any] | None, float]:
-    """Returns the JSON data of `answer` in a new process, None if it failed, and the wall time in seconds."""
+def asked(words: str, folder: pathlib.Path, *, kept: bool) -> tuple[dict[str, Any] | None, float]:
+    """Returns the JSON data of `answer` in a new process, None if it failed, and the wall time in seconds.
+
+    Args:
+        folder: has the configs of the models.
+        kept: True to keep the recordings in this folder, and to use those that are there.
+    """
     model, *rest = shlex.split(words)
     path = folder / f"{model}.json" if model in CONFIGS else EXAMPLES / model
+    where = {"PLANNER_RECORDINGS": "", "XDG_CACHE_HOME": str(folder)} if kept else {}
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.planning", "--answer", str(path), *rest], capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks.planning", "--answer", str(path), *rest],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **where},
     )
     seconds = time.perf_counter() - began
     if not done.stdout.strip():
@@ -275,6 +285,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only questions whose name contains this text")
     parser.add_argument("--cards", action="store_true", help="the questions for several cards")
+    parser.add_argument("--again", action="store_true", help="ask each question twice, and keep the recordings")
     parser.add_argument("--answer", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer:
@@ -289,10 +300,11 @@ def main() -> int:
         print_row(console, COLUMNS)
         print_row(console, ["---"] * len(COLUMNS))
         for question, words in (SEVERAL_CARDS if options.cards else ONE_CARD).items():
-            if options.only in question:
-                result, seconds = asked(words, pathlib.Path(folder))
-                failed += result is None
-                print_row(console, cells(question, result, seconds) if result else (question, "failed"))
+            for asking in (question, f"{question}, again") if options.again else (question,):
+                if options.only in question:
+                    result, seconds = asked(words, pathlib.Path(folder), kept=options.again)
+                    failed += result is None
+                    print_row(console, cells(asking, result, seconds) if result else (asking, "failed"))
     return 1 if failed else 0
 
 

@@ -120,6 +120,7 @@ def assemble_plan(
             certified.graph, certified.measured.peak_tick, granularity_bytes=granularity_bytes(session.card)
         ),
         seconds=time.perf_counter() - began,
+        recalled=session.watch.recalled,
     )
 
 

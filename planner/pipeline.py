@@ -27,6 +27,7 @@ from planner.choose.planning_session import Certified, PlanningSession
 from planner.choose.relaxations import relaxations
 from planner.errors import TimeLimitError
 from planner.estimate.footprint import smallest_capacity_bytes
+from planner.kept.recordings import KeptRecordings
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.plan import Plan
@@ -204,19 +205,29 @@ def open_session(
         watch.stage("rehearsing the step")
         workload = rehearse.with_gradient_names(workload, card, watch)
         certifier = rehearse.Certifier(workload, card, watch)
+        kept = KeptRecordings.of(workload, card, watch)
         session = PlanningSession(
             workload,
             card,
             budget=budget,
-            start_what_if=lambda decisions, sizes, runs: rehearse.start_rehearsal(
-                workload, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True, runs=runs
-            ).timed_by(watch),
-            start_shortened=lambda runs: rehearse.start_certificate(workload, (), card, runs=runs).timed_by(watch),
-            start_forward=lambda workload, samples: rehearse.start_forward(workload, card, samples).timed_by(watch),
-            start_update=lambda decisions, trained: rehearse.start_update(workload, decisions, card, trained).timed_by(
-                watch
+            start_what_if=lambda decisions, sizes, runs: kept.start(
+                lambda: rehearse.start_rehearsal(
+                    workload, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True, runs=runs
+                ).timed_by(watch),
+                *("what-if", decisions, sizes, runs),
             ),
-            certificates=Certificates(certifier.start, certifier.finish),
+            start_shortened=lambda runs: kept.start(
+                lambda: rehearse.start_certificate(workload, (), card, runs=runs).timed_by(watch), "shortened", runs
+            ),
+            start_forward=lambda workload, samples: rehearse.start_forward(workload, card, samples).timed_by(watch),
+            start_update=lambda decisions, trained: kept.start(
+                lambda: rehearse.start_update(workload, decisions, card, trained).timed_by(watch),
+                *("update", decisions, trained),
+            ),
+            certificates=Certificates(
+                lambda decisions: kept.start(lambda: certifier.start(decisions), "two steps", decisions),
+                certifier.finish,
+            ),
             watch=watch,
         )
         with contextlib.closing(session):

@@ -13,6 +13,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a model hub
 os.environ["PLANNER_DEVICES"] = os.devnull  # nor calibrated profiles of the machine that they run on
 os.environ["PLANNER_CUDNN"] = "none"  # nor the cuDNN that is installed there: plans have the planner's own tables
+os.environ["PLANNER_RECORDINGS"] = "none"  # nor recordings of earlier calls
 os.environ["PLANNER_START_METHOD"] = "fork"  # workers of parallel tests have threads, which hold no locks of interest
 for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # plans are made for PyTorch's defaults
     os.environ.pop(variable, None)

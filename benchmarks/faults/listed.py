@@ -10,6 +10,7 @@ from benchmarks.faults import (
     in_estimates,
     in_first_step,
     in_fuzzed,
+    in_kept,
     in_lengthened,
     in_losses,
     in_page,
@@ -25,6 +26,7 @@ from benchmarks.faults.fault import Fault
 
 _LISTS = (
     in_step,
+    in_kept,
     in_lengthened,
     in_losses,
     in_page,

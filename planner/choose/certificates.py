@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from planner.plan_types.decision_base import Decision
 from planner.recording.step_graph import StepGraph
-from planner.virtual_gpu.forked_process import Child
+from planner.virtual_gpu.forked_process import Running
 
 _MOST_OPS = 200_000
 """Maximum number of ops in all cached certificates together. An op takes about a kilobyte of memory."""
 
-Start = Callable[[tuple[Decision, ...]], Child]
+Start = Callable[[tuple[Decision, ...]], Running]
 """Starts a child process that rewrites the training step by these decisions and rehearses it twice in a row."""
 
 
@@ -34,9 +34,9 @@ class Certificates:
         self._start, self._finish = start, finish
         self._cached: dict[tuple[Decision, ...], StepGraph] = {}
         """Certificates in the cache, from the least to the most recently used."""
-        self._begun: dict[tuple[Decision, ...], Child] = {}
+        self._begun: dict[tuple[Decision, ...], Running] = {}
         """Rehearsals that were started by `begin`."""
-        self._ahead: tuple[tuple[Decision, ...], Child] | None = None
+        self._ahead: tuple[tuple[Decision, ...], Running] | None = None
         """Decisions and process of the rehearsal that was started by `foresee`; None if there is none."""
 
     def of(self, decisions: tuple[Decision, ...], *, then: tuple[Decision, ...] | None = None) -> StepGraph:
@@ -83,7 +83,7 @@ class Certificates:
             child.end()
         self._begun.clear()
 
-    def _child(self, decisions: tuple[Decision, ...]) -> Child:
+    def _child(self, decisions: tuple[Decision, ...]) -> Running:
         """Returns the rehearsal of decisions. If it was not begun, those that were begun are no longer needed."""
         if decisions in self._begun:
             return self._begun.pop(decisions)
@@ -91,7 +91,7 @@ class Certificates:
         self.close()
         return foreseen or self._start(decisions)
 
-    def _foreseen(self, decisions: tuple[Decision, ...]) -> Child | None:
+    def _foreseen(self, decisions: tuple[Decision, ...]) -> Running | None:
         """Returns the rehearsal that was started by `foresee`, which then belongs to the caller; None for others."""
         if self._ahead is None or self._ahead[0] != decisions:
             return None

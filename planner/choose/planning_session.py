@@ -36,14 +36,14 @@ from planner.space.lm_head import loss_in_chunks
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.space.micro_batches import MicroBatching
 from planner.space.search_space import SearchSpace, search_space
-from planner.virtual_gpu.forked_process import Child
+from planner.virtual_gpu.forked_process import Running
 from planner.virtual_gpu.values.shadow_ops import ASSUMED_VALUES
 from planner.workload.budget import Budget
 from planner.workload.eight_bit import least_state_bytes
 from planner.workload.torch_optimizers import moves_all_its_state
 from planner.workload.workload import Workload
 
-StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Child]
+StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Running]
 """Starts a child process that records the optimizer update alone.
 
 Arguments: the decisions of the step, the names of the trained parameters.
@@ -71,7 +71,7 @@ class PlanningSession:
         *,
         budget: Budget | None,
         start_what_if: Start,
-        start_shortened: Callable[[tuple[LayerRun, ...]], Child],
+        start_shortened: Callable[[tuple[LayerRun, ...]], Running],
         start_forward: StartForward,
         start_update: StartUpdate,
         certificates: Certificates,

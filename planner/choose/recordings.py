@@ -24,15 +24,15 @@ from planner.plan_types.decision_base import Decision, Role, has_role, without_r
 from planner.recording.layer_runs import LayerRun
 from planner.recording.step_graph import StepGraph
 from planner.space.micro_batches import MicroBatching
-from planner.virtual_gpu.forked_process import Child
+from planner.virtual_gpu.forked_process import Running
 
-Start = Callable[[tuple[Decision, ...], tuple[int, ...], tuple[LayerRun, ...]], Child]
+Start = Callable[[tuple[Decision, ...], tuple[int, ...], tuple[LayerRun, ...]], Running]
 """Starts a child process that records one step.
 
 Arguments: the decisions, the micro-batch sizes, and runs of identical layers, most of which are not recorded.
 """
 
-StartUpdate = Callable[[tuple[Decision, ...]], Child]
+StartUpdate = Callable[[tuple[Decision, ...]], Running]
 """Starts a child process that records the optimizer update alone, with these decisions."""
 
 _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
@@ -68,7 +68,7 @@ class Recordings:
         self._finished: dict[tuple[bool, _Key], StepGraph] = {}
         self._together: dict[_Key, StepGraph] = {}
         self._recorded: dict[_Key, StepGraph] = {}
-        self._running: dict[_Key, Child] = {}
+        self._running: dict[_Key, Running] = {}
         self._irregular: set[tuple[Decision, ...]] = set()
         """Configurations whose recordings cannot be extrapolated."""
         self._with_all_layers: set[_Key] = set()
@@ -252,7 +252,7 @@ class Recordings:
             self._recorded[part] = graph
         return self._recorded[part]
 
-    def _lengthened(self, child: Child) -> StepGraph | None:
+    def _lengthened(self, child: Running) -> StepGraph | None:
         """Returns the recording of all layers; None if it cannot be known from those that were recorded."""
         try:
             return with_all_layers(child.result(), self._shortening.runs)

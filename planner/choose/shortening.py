@@ -15,7 +15,7 @@ from planner.derive.same_step import is_same_step
 from planner.errors import StepError
 from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs
 from planner.recording.step_graph import StepGraph, first_step_before_update, last_step
-from planner.virtual_gpu.forked_process import Child
+from planner.virtual_gpu.forked_process import Running
 from planner.workload.workload import Workload
 
 
@@ -43,7 +43,7 @@ class Shortening:
     def __init__(
         self,
         runs: tuple[LayerRun, ...] = (),
-        start_baseline: Callable[[tuple[LayerRun, ...]], Child] | None = None,
+        start_baseline: Callable[[tuple[LayerRun, ...]], Running] | None = None,
         baseline: Callable[[], StepGraph] | None = None,
     ) -> None:
         """
@@ -60,7 +60,7 @@ class Shortening:
         self.is_assumed = False
         """True while recordings are lengthened without a comparison, because the baseline is still being rehearsed."""
         self._start_baseline, self._baseline = start_baseline, baseline
-        self._child: Child | None = None
+        self._child: Running | None = None
         self._is_compared = start_baseline is None or baseline is None
 
     def begin(self) -> None:

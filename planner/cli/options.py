@@ -275,6 +275,12 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
         help="end planning after this time, such as 30s or 2min, with the best plan that is certified by then; Ctrl-C "
         "does the same (default: none; 30s with --tradeoff)",
     )
+    group.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="rehearse everything anew, and keep nothing for later calls; without it, recordings of a model that a "
+        "config describes are kept in the cache folder",
+    )
     group.add_argument("--seconds", type=_ratio, metavar="S", help="the time limit of --tradeoff, in seconds")
 
 

@@ -277,9 +277,10 @@ def provenance(plan: Plan) -> Text:
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     solver = plan.solver
     promised, certified = format_size(solver.promised_bytes), format_size(solver.certified_bytes)
+    recalled = f" with {counted(plan.recalled, 'recording')} of earlier calls" if plan.recalled else ""
     return Text(
         f"solver: {solver.status}, gap {solver.gap:.2%}, {solver.seconds:.2f} s; "
-        f"tensors: promised {promised}, rehearsed {certified}; planned in {plan.seconds:.1f} s; {versions}",
+        f"tensors: promised {promised}, rehearsed {certified}; planned in {plan.seconds:.1f} s{recalled}; {versions}",
         style="dim",
     )
 

@@ -112,6 +112,8 @@ class Plan:
     """Number of cards in a machine; None for one card, and in plans of older versions."""
     seconds: float | None = dataclasses.field(default=None, compare=False)
     """Time in seconds that planning took; None in a plan that was read from a file, which holds no times."""
+    recalled: int = dataclasses.field(default=0, compare=False)
+    """Number of recordings that earlier calls had made and kept; 0 in a plan that was read from a file."""
 
     @property
     def limit_bytes(self) -> int | None:

@@ -74,6 +74,8 @@ class Watch:
         self._stage = "starting"
         self._best: tuple[int, float] | None = None
         self._is_ended = self._goes_on = False
+        self.recalled = 0
+        """Number of recordings that earlier calls have made."""
         self.is_checked = False
         """True as soon as the time limit has been checked: from then on `end` has an effect."""
 

@@ -17,7 +17,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -34,6 +34,16 @@ _SECONDS_BETWEEN_CHECKS = 0.2
 
 Refuse = Callable[[PlannerError], NoReturn]
 """A function that sends an error to the parent as the answer of the child, and ends the child. It does not return."""
+
+
+class Running(Protocol):
+    """Something that computes a value, such as a child process."""
+
+    def result(self) -> Any:
+        """Waits for the value, and returns it."""
+
+    def end(self) -> None:
+        """Stops, and discards the value."""
 
 
 class BackwardInForkError(RehearsalProcessError):

@@ -61,6 +61,7 @@ def load_workload(
     answers: Answers = NOTHING_STATED,
     arguments: Sequence[str] = (),
     choose: Callable[[Sequence[Workload]], Workload] | None = None,
+    keep: bool = False,
 ) -> Workload:
     """Returns the workload that `reference` names. The model is built on the meta device if its code can run there.
 
@@ -83,6 +84,8 @@ def load_workload(
         arguments: arguments for the Python file or module, which it finds in `sys.argv`.
         choose: function that chooses one of several workloads, one for each candidate batch of a data loader; None to
             choose the workload whose batch has the most bytes.
+        keep: True if recordings of the workload may be kept for later calls (`Workload.made_from`). The caller makes
+            sure that no code of the user's has run in this process.
 
     Raises:
         WorkloadError: `reference` does not exist, or the model's code fails; the message quotes the error.
@@ -101,6 +104,7 @@ def load_workload(
         masking=masking if program is None else Masking.PADDED,
         answers=answers,
         choose=choose or (lambda workloads: max(workloads, key=lambda workload: workload.batch_bytes)),
+        keep=keep,
     )
     if names_code(reference):
         if dtype is not None:
@@ -153,6 +157,7 @@ class _Request:
     masking: Masking
     answers: Answers
     choose: Callable[[Sequence[Workload]], Workload]
+    keep: bool
 
     def batch(self, model: torch.nn.Module, seq_len: int) -> Any:
         """Returns a batch of the stated shapes, or a synthetic one for a transformers model."""
@@ -195,6 +200,10 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
         program=program,
         notes=() if request.batch_size or request.input_shapes is not None else (ONE_SAMPLE,),
     )
+    if request.keep:
+        settings = {name: value for name, value in vars(request).items() if name != "choose"}
+        made_from = repr((type(config).__name__, config.to_json_string(use_diff=False), dtype, seq_len, settings))
+        result = dataclasses.replace(result, made_from=made_from)
     return _resized(result, request)
 
 

@@ -73,6 +73,9 @@ class Workload:
     """The decision by which several cards train together; empty for one card. `batch` is the part of one card."""
     stream: BatchStream | None = None
     """The batches of the run, if they came from a source of batches."""
+    made_from: str | None = None
+    """All data from which the planner has made the model and the batch, as text. None if code of the user's took part,
+    or if no recording of this workload is to be kept."""
     is_by_sample_stated: bool = True
     """False if `not_by_sample` was only guessed from the shapes of the tensors."""
 

@@ -24,7 +24,7 @@ FLOORS = (
     ("planner.workload", "planner.snapshot"),
     # planning: from a running step to a certified configuration
     ("planner.recording",),
-    ("planner.derive",),
+    ("planner.derive", "planner.kept"),
     ("planner.estimate",),
     ("planner.run_memory",),
     ("planner.recompute", "planner.space"),

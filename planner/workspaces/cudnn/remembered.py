@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import os
 import pathlib
 import re
-import stat
 from collections.abc import Mapping
 
 from planner.errors import PlanFileError
-from planner.files import reading
+from planner.files import cache, reading
 from planner.files.writing import write_atomically
 from planner.workspaces.cudnn.convolution import Sizes, sizes_of, written
 
@@ -25,18 +23,12 @@ _MOST_FILES = 24
 """Maximum number of files that the folder keeps. The oldest are removed."""
 
 
-def cache_folder() -> pathlib.Path:
-    """Returns the folder for what the planner keeps: `torch-planner/cudnn` in XDG_CACHE_HOME, or in ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base, "torch-planner", "cudnn")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remembered:
     """The answers of one libcudnn for the cards of one compute capability."""
 
     folder: pathlib.Path | None
-    """Folder of the file; None if it cannot be written, or not `_is_ours`, so that nothing is kept."""
+    """Folder of the file; None if nothing is kept (`files.cache.folder`). `child` loads a library from this folder."""
     name: str
     """Name of the file."""
     version: tuple[int, int, int] | None = None
@@ -54,14 +46,8 @@ class Remembered:
         about = path.stat()
         identity = hashlib.sha256(f"{path.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
         name = f"{identity}-{capability[0]}.{capability[1]}.sizes"
-        try:
-            folder = cache_folder()
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            is_ours = _is_ours(folder)
-        except (OSError, RuntimeError):  # a home that cannot be written, or a user without one
-            return cls(None, name)
-        if not is_ours or not os.access(folder, os.W_OK):
+        folder = cache.folder("cudnn")
+        if folder is None:
             return cls(None, name)
         try:
             first, *lines = reading.text(folder / name, most_bytes=_MOST_BYTES).splitlines()
@@ -83,18 +69,5 @@ class Remembered:
             # If the disk is full, or another process removed the file, this process still has the answers.
             with contextlib.suppress(PlanFileError, OSError):
                 write_atomically(self.folder / self.name, "\n".join(lines) + "\n")
-                _drop_oldest(self.folder)
+                cache.drop_oldest(self.folder, most_files=_MOST_FILES)
         return result
-
-
-def _is_ours(folder: pathlib.Path) -> bool:
-    """True if this user owns a folder, and not everybody can write to it. `child` loads a library from this folder."""
-    facts = folder.stat()
-    return not hasattr(os, "getuid") or (facts.st_uid == os.getuid() and not facts.st_mode & stat.S_IWOTH)
-
-
-def _drop_oldest(folder: pathlib.Path) -> None:
-    """Removes the oldest files if there are too many."""
-    files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    for path in files[:-_MOST_FILES]:
-        path.unlink(missing_ok=True)

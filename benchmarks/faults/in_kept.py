@@ -1,0 +1,67 @@
+"""Planted faults: recordings that are kept between calls."""
+
+from __future__ import annotations
+
+from benchmarks.faults.fault import Fault
+
+_TEST = "tests/kept/test_kept_recordings.py"
+_DEPENDS = f"{_TEST}::test_everything_on_which_a_recording_depends_is_part_of_its_identity"
+
+FAULTS = (
+    Fault(
+        name="kept-in-another-environment",
+        path="planner/kept/identity.py",
+        old='        "environment": sorted(item for item in os.environ.items() if _VARIABLES.fullmatch(item[0])),\n',
+        new="",
+        tests=(_DEPENDS,),
+        why="a recording is used under variables of the environment that change the kernels",
+    ),
+    Fault(
+        name="kept-for-another-card",
+        path="planner/kept/identity.py",
+        old='        "card": repr(card),\n',
+        new="",
+        tests=(_DEPENDS,),
+        why="a recording for one card is used for another",
+    ),
+    Fault(
+        name="kept-for-other-frozen-parameters",
+        path="planner/kept/identity.py",
+        old=" {parameter.dtype} {parameter.requires_grad}",
+        new=" {parameter.dtype}",
+        tests=(_DEPENDS,),
+        why="a recording is used for a model of which other parameters are trained",
+    ),
+    Fault(
+        name="kept-after-a-source-file-has-changed",
+        path="planner/kept/identity.py",
+        old='        "files": list(_files(workload.model)),\n',
+        new="",
+        tests=(f"{_TEST}::test_a_changed_source_file_is_another_identity",),
+        why="after an update of the model's code, plans are based on recordings of the old code",
+    ),
+    Fault(
+        name="kept-with-code-of-the-user",
+        path="planner/kept/identity.py",
+        old="if workload.made_from is None or any(getattr(workload, name) is not None for name in _NOT_MADE_FROM_DATA):",
+        new="if workload.made_from is None:",
+        tests=(f"{_TEST}::test_what_code_of_the_user_takes_part_in_is_not_kept",),
+        why="a recording is used although the user's code may have changed",
+    ),
+    Fault(
+        name="kept-files-run-code",
+        path="planner/kept/recordings.py",
+        old='            raise pickle.UnpicklingError(f"{module}.{name} does not belong to a recording")',
+        new="            return super().find_class(module, name)",
+        tests=(f"{_TEST}::test_a_damaged_or_hostile_file_is_ignored",),
+        why="a file in the cache folder can call any function of a module",
+    ),
+    Fault(
+        name="kept-for-other-questions",
+        path="planner/kept/recordings.py",
+        old="repr((self._identity, question))",
+        new="repr((self._identity, question[:2]))",
+        tests=(f"{_TEST}::test_questions_have_files_of_their_own_and_the_oldest_are_removed",),
+        why="the recording of one split of the batch is used for another",
+    ),
+)

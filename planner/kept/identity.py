@@ -1,0 +1,117 @@
+"""Says on what the recordings of a workload depend, so that a kept one is used only where a new one would be the same.
+
+Only workloads that the planner itself has made from data have an identity: a model of transformers from a config, and a
+synthetic batch. Code of the user's own can depend on anything. What a recording of such a workload depends on:
+
+- the data, and the structure of the model and the batch that were made from it;
+- how the step is run: optimizer, number of samples, several cards, stated values;
+- the card;
+- the versions of the libraries, the planner's own files, and the files of the model's classes;
+- variables of the environment that libraries read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+
+import torch
+
+import planner
+from planner.profiles.device import DeviceProfile
+from planner.workload.workload import Workload, described, tensors_of
+
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "numpy", "kernels", "flash_attn", "triton")
+"""Libraries that a step of a transformers model may run."""
+_VARIABLES = re.compile(
+    "(ACCELERATE|BITSANDBYTES|BNB|CUBLAS|CUDA|CUDNN|HF|KMP|MKL|NCCL|NVIDIA|OMP|PEFT|PLANNER|PYTHON|PYTORCH|TORCH"
+    "|TRANSFORMERS|TRITON|USE)_?.*"
+)
+"""Variables of the environment that these libraries, Python or the planner may read."""
+_COVERED = {"model", "batch", "made_from", "reference", "notes", "is_by_sample_stated", "dtype", "input_shapes"}
+"""Fields of `Workload` that do not enter by their values: the data covers them, or they change no recording."""
+_NOT_MADE_FROM_DATA = ("loss_fn", "step", "parallelize", "program", "stream")
+"""Fields of `Workload` that are None in a workload that the planner has made from data."""
+
+
+def identity(workload: Workload, card: DeviceProfile) -> str | None:
+    """Returns the SHA-256 (hex) of all on which the recordings of a workload depend; None if that is not known."""
+    if workload.made_from is None or any(getattr(workload, name) is not None for name in _NOT_MADE_FROM_DATA):
+        return None
+    if not isinstance(workload.optimizer, str) or any(not tensor.is_meta for _, tensor in tensors_of(workload.batch)):
+        return None
+    versions = _versions()
+    if versions is None:
+        return None
+    fields = {
+        field.name: repr(getattr(workload, field.name))
+        for field in dataclasses.fields(workload)
+        if field.name not in _COVERED and field.name not in _NOT_MADE_FROM_DATA and field.name != "calling"
+    }
+    parts = {
+        "made from": workload.made_from,
+        "batch": list(described(workload.batch)),
+        "calling": workload.calling.name,
+        "fields": fields,
+        "card": repr(card),
+        "versions": versions,
+        "files": list(_files(workload.model)),
+        "environment": sorted(item for item in os.environ.items() if _VARIABLES.fullmatch(item[0])),
+        "default dtype": str(torch.get_default_dtype()),
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    for line in _structure(workload.model):
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str] | None:
+    """Returns the versions of Python and of the libraries; None if a library is installed from a folder of sources."""
+    versions = {"python": sys.version, "platform": sys.platform}
+    for name in _LIBRARIES:
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if '"editable": true' in (distribution.read_text("direct_url.json") or ""):
+            return None
+        versions[name] = distribution.version
+    return versions
+
+
+def _files(model: torch.nn.Module) -> Iterator[tuple[str, int, int]]:
+    """Yields path, size and time of change of the planner's files, and of those in which the model's classes are."""
+    names = {type(module).__module__ for module in model.modules()}
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+    sources = {file for file in files if file is not None}
+    own = pathlib.Path(planner.__file__).resolve().parent
+    for folder in {own, (own / "rewrite").resolve(), (own / "profiles").resolve()}:  # two are links in a checkout
+        sources.update(str(path) for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".json", ".csv"))
+    for source in sorted(sources):
+        yield source, *_size_and_time(source)
+
+
+def _size_and_time(source: str) -> tuple[int, int]:
+    about = os.stat(source)
+    return about.st_size, about.st_mtime_ns
+
+
+def _structure(model: torch.nn.Module) -> Iterator[str]:
+    """Yields a line for each config, module, parameter and buffer of a model."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    for config in configs.values():
+        yield f"{config} {getattr(config, '_attn_implementation', None)}"
+    for name, module in model.named_modules(remove_duplicate=False):
+        checkpoints = getattr(module, "gradient_checkpointing", None)
+        yield f"{name} {type(module).__module__}.{type(module).__qualname__} {module.training} {checkpoints}"
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield f"{name} {type(parameter).__name__} {list(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield f"{name} {list(buffer.shape)} {buffer.dtype}"
