@@ -177,9 +177,9 @@ FAULTS = (
     ),
     Fault(
         name="remembered-for-others",
-        path="planner/workspaces/cudnn/remembered.py",
-        old="        if not is_ours or not",
-        new="        if not",
+        path="planner/files/cache.py",
+        old="    return path if is_ours and os.access",
+        new="    return path if os.access",
         tests=("tests/workspaces/test_asking_cudnn.py::test_nothing_is_kept_or_loaded_where_others_can_write",),
         why="a library that somebody else wrote is loaded",
     ),

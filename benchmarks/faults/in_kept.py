@@ -43,8 +43,8 @@ FAULTS = (
     Fault(
         name="kept-with-code-of-the-user",
         path="planner/kept/identity.py",
-        old="if workload.made_from is None or any(getattr(workload, name) is not None for name in _NOT_MADE_FROM_DATA):",
-        new="if workload.made_from is None:",
+        old=" or any(getattr(workload, name) is not None for name in _NOT_MADE_FROM_DATA):",
+        new=":",
         tests=(f"{_TEST}::test_what_code_of_the_user_takes_part_in_is_not_kept",),
         why="a recording is used although the user's code may have changed",
     ),

@@ -24,7 +24,6 @@ from collections.abc import Iterator
 
 import torch
 
-import planner
 from planner.profiles.device import DeviceProfile
 from planner.workload.workload import Workload, described, tensors_of
 
@@ -91,7 +90,7 @@ def _files(model: torch.nn.Module) -> Iterator[tuple[str, int, int]]:
     names = {type(module).__module__ for module in model.modules()}
     files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
     sources = {file for file in files if file is not None}
-    own = pathlib.Path(planner.__file__).resolve().parent
+    own = pathlib.Path(__file__).resolve().parents[1]
     for folder in {own, (own / "rewrite").resolve(), (own / "profiles").resolve()}:  # two are links in a checkout
         sources.update(str(path) for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".json", ".csv"))
     for source in sorted(sources):

@@ -84,8 +84,7 @@ def load_workload(
         arguments: arguments for the Python file or module, which it finds in `sys.argv`.
         choose: function that chooses one of several workloads, one for each candidate batch of a data loader; None to
             choose the workload whose batch has the most bytes.
-        keep: True if recordings of the workload may be kept for later calls (`Workload.made_from`). The caller makes
-            sure that no code of the user's has run in this process.
+        keep: True if recordings may be kept for later calls: no code of the user's has run in this process.
 
     Raises:
         WorkloadError: `reference` does not exist, or the model's code fails; the message quotes the error.
@@ -118,8 +117,7 @@ def load_workload(
                 "with from_pretrained(..., quantization_config=...), and give --lora"
             )
         with _script_arguments(reference, arguments):
-            built = _from_callable(reference, request)
-        return dataclasses.replace(built, arguments=tuple(arguments))
+            return dataclasses.replace(_from_callable(reference, request), arguments=tuple(arguments))
     if arguments:
         raise WorkloadError(
             f"arguments after -- are for a Python file or module, as in path/file.py:name, which '{reference}' is not: "
@@ -156,7 +154,7 @@ class _Request:
     input_shapes: Any
     masking: Masking
     answers: Answers
-    choose: Callable[[Sequence[Workload]], Workload]
+    choose: Callable[[Sequence[Workload]], Workload] = dataclasses.field(repr=False)
     keep: bool
 
     def batch(self, model: torch.nn.Module, seq_len: int) -> Any:
@@ -201,8 +199,7 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
         notes=() if request.batch_size or request.input_shapes is not None else (ONE_SAMPLE,),
     )
     if request.keep:
-        settings = {name: value for name, value in vars(request).items() if name != "choose"}
-        made_from = repr((type(config).__name__, config.to_json_string(use_diff=False), dtype, seq_len, settings))
+        made_from = repr((type(config).__name__, config.to_json_string(use_diff=False), dtype, seq_len, request))
         result = dataclasses.replace(result, made_from=made_from)
     return _resized(result, request)
 
@@ -256,11 +253,8 @@ def _from_callable(reference: str, request: _Request) -> Workload:
     except ValueError as error:
         raise WorkloadError(f"'{reference}' cannot be called to build a model: {error}") from error
     # The function may take the sizes as arguments. If it returns a batch of another size, the batch is resized below.
-    arguments = {
-        name: value
-        for name, value in (("batch_size", request.batch_size), ("seq_len", request.seq_len))
-        if value is not None and name in accepted
-    }
+    sizes = {"batch_size": request.batch_size, "seq_len": request.seq_len}
+    arguments = {name: size for name, size in sizes.items() if size is not None and name in accepted}
     returned = _call(function, arguments, reference, request.device)
     own_step: dict[str, Any] = {}
     if isinstance(returned, Mapping):
@@ -400,8 +394,7 @@ def _module_by_name(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise WorkloadError(
-            f"module '{name}' cannot be imported: {first_line(error)}; install it, or give path/file.py:name"
-        ) from error
+        why = f"module '{name}' cannot be imported: {first_line(error)}; install it, or give path/file.py:name"
+        raise WorkloadError(why) from error
     except Exception as error:  # the user's code
         raise _failed(f"importing module '{name}'", error, "import it on its own in Python and fix it") from error

@@ -74,16 +74,16 @@ class Workload:
     stream: BatchStream | None = None
     """The batches of the run, if they came from a source of batches."""
     made_from: str | None = None
-    """All data from which the planner has made the model and the batch, as text. None if code of the user's took part,
-    or if no recording of this workload is to be kept."""
+    """All data from which the planner made model and batch, as text; None if the user's code took part in it."""
     is_by_sample_stated: bool = True
     """False if `not_by_sample` was only guessed from the shapes of the tensors."""
 
     @property
     def batch_bytes(self) -> int:
         """Sum of the bytes of all tensors of the batch. A storage that two tensors share counts twice."""
-        tensors = (tensor for _, tensor in tensors_of(self.batch))
-        return sum(part.numel() * part.itemsize for tensor in tensors for part in stored_parts(tensor))
+        return sum(
+            part.numel() * part.itemsize for _, tensor in tensors_of(self.batch) for part in stored_parts(tensor)
+        )
 
     @property
     def given_optimizer(self) -> Optimizers | None:
@@ -195,10 +195,8 @@ def workload(
         model = as_module(model)
         refuse_with_step(step, loss_fn, gradients_alive=gradients_alive)
     elif len(by_name(optimizer)) > 1:
-        raise WorkloadError(
-            "several optimizers were given, and only a step of your own says when each of them steps: give step=..., "
-            "a function that takes (model, optimizer, batch) and runs one training step"
-        )
+        why = "several optimizers were given, and only a step of your own says when each of them steps"
+        raise WorkloadError(f"{why}: give step=..., a function that takes (model, optimizer, batch) and runs one step")
     for spec in by_name(optimizer).values():
         if isinstance(spec, str) and spec in OPTIMIZERS:
             _ = OPTIMIZERS[spec].kind  # a rehearsal patches only libraries that are imported before
