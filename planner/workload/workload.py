@@ -187,9 +187,8 @@ def workload(
         dtype, adapter: dtype and adapters with which the planner built a transformers model; a plan stores them.
 
     Raises:
-        WorkloadError: the model is not a module, is TorchScript or has no parameter to train, the batch has an
-            unsupported type or no tensors, a tensor has an unsupported layout, `by_sample` does not match the batch, or
-            `gradients_alive` is set for a model with sparse gradients.
+        WorkloadError: the model is not a module, is TorchScript or trains nothing, the batch has an unsupported type or
+            layout or no tensors, `by_sample` does not match it, or `gradients_alive` is set with sparse gradients.
     """
     if step is not None:
         model = as_module(model)
