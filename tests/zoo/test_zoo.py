@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,28 @@ from tests.zoo.table import TORCH, TRANSFORMERS, Entry
 pytestmark = pytest.mark.slow
 
 ENTRIES = (*TRANSFORMERS, *TORCH)
+_SIMILAR = {
+    "roberta": "bert camembert electra distilbert mpnet layoutlm mobilebert squeezebert roformer esm nystromformer",
+    "deberta-v2": "deberta",
+    "xlnet": "funnel",
+    "gpt2": "gpt_bigcode gpt_neo gpt_neox gptj codegen opt ctrl biogpt xglm",
+    "bloom": "mpt falcon",
+    "llama": "mistral qwen2 phi phi3 stablelm olmo cohere starcoder2 granite glm smollm3 nemotron",
+    "qwen3": "olmo2",
+    "gemma2": "gemma gemma3_text",
+    "t5": "umt5 longt5",
+    "bart": "mbart pegasus marian blenderbot led",
+    "vit": "deit dinov2 vit_mae beit",
+    "swin": "swinv2",
+    "convnext": "convnextv2",
+    "resnet": "mobilenet_v2 efficientnet poolformer",
+    "segformer": "pvt_v2",
+    "clip": "siglip altclip",
+    "blip": "git",
+    "mixtral": "qwen2_moe qwen3_moe olmoe granitemoe",
+    "mamba": "mamba2 falcon_mamba",
+}
+"""By name of an architecture, others with the same kinds of blocks, which only the lane `thorough` rehearses."""
 _STAYS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.INPUT)
 
 
@@ -84,7 +107,15 @@ def check_sanity(graph: StepGraph) -> None:
     assert {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} <= {op.phase for op in graph.ops}
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def cases() -> list[Any]:
+    similar = {name for names in _SIMILAR.values() for name in names.split()}
+    return [
+        pytest.param(entry, id=entry.name, marks=[pytest.mark.thorough] if entry.name in similar else [])
+        for entry in ENTRIES
+    ]
+
+
+@pytest.mark.parametrize("entry", cases())
 def test_a_model_is_rehearsed_or_refused_as_the_table_says(entry):
     work = work_of(entry)
     full = begin(work, steps=2)
@@ -105,3 +136,5 @@ def test_the_table_names_every_model_once():
     names = [entry.name for entry in ENTRIES]
     assert len(set(names)) == len(names)
     assert len(TRANSFORMERS) >= 60
+    similar = [name for of in _SIMILAR.values() for name in of.split()]
+    assert {*_SIMILAR, *similar} <= set(names) and len(similar) == len(set(similar) - set(_SIMILAR))
