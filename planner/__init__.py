@@ -164,7 +164,7 @@ def plan(
         planner.errors.TimeLimitError: the time was over before any plan was certified.
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
-    from planner.arguments import check_arguments
+    from planner.arguments import check_arguments, plain
     from planner.ask import LiveWorkload, Question, ask
     from planner.plan_types.constraints import parse_constraints
     from planner.space.own_sharding import reference_of
@@ -173,7 +173,7 @@ def plan(
 
     check_arguments(locals())
     constraints = parse_constraints(
-        fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown, margin=margin
+        fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=plain(max_slowdown), margin=plain(margin)
     )
     work = LiveWorkload(
         model=model,
@@ -183,25 +183,25 @@ def plan(
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
-        values=values or {},
+        values=plain(values or {}),
         worst_case=worst_case,
         parallelize=parallelize,
     )
-    run = RunRequest(eval_batch_size=eval_batch_size, between=between)
+    run = RunRequest(eval_batch_size=plain(eval_batch_size), between=between)
     reference = None if parallelize is None else reference_of(parallelize)
     together = several_cards(
-        cards,
-        mesh=mesh,
+        plain(cards),
+        mesh=plain(mesh),
         parallelize=reference,
         way=sharding,
         offload=offload_shards,
-        per_node=cards_per_node,
+        per_node=plain(cards_per_node),
         link=link,
     )
     question = Question(
-        work=work, gpu=gpu, vram=vram, constraints=constraints, alloc_conf=alloc_conf, run=run, cards=together
+        work=work, gpu=gpu, vram=plain(vram), constraints=constraints, alloc_conf=alloc_conf, run=run, cards=together
     )
-    return ask(question, progress=progress, time_limit=time_limit)
+    return ask(question, progress=progress, time_limit=plain(time_limit))
 
 
 def tradeoff(
@@ -242,13 +242,13 @@ def tradeoff(
         planner.errors.TimeLimitError: the time was over before any plan was certified.
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
-    from planner.arguments import check_arguments
+    from planner.arguments import check_arguments, plain
     from planner.ask import LiveWorkload, Question, ask
     from planner.plan_types.constraints import parse_constraints
 
     check_arguments(locals())
     constraints = parse_constraints(
-        fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown, margin=margin
+        fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=plain(max_slowdown), margin=plain(margin)
     )
     work = LiveWorkload(
         model=model,
@@ -258,11 +258,13 @@ def tradeoff(
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
-        values=values or {},
+        values=plain(values or {}),
         worst_case=worst_case,
     )
-    question = Question(work=work, gpu=gpu, vram=vram, constraints=constraints, alloc_conf=alloc_conf, is_tradeoff=True)
-    return ask(question, progress=progress, time_limit=seconds)
+    question = Question(
+        work=work, gpu=gpu, vram=plain(vram), constraints=constraints, alloc_conf=alloc_conf, is_tradeoff=True
+    )
+    return ask(question, progress=progress, time_limit=plain(seconds))
 
 
 def record(

@@ -5,13 +5,16 @@ Values are checked where they are used. Here are the types, by the name of an ar
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from planner.errors import ArgumentError, plain_line
+from planner.files.fields import GREATEST
 from planner.workload.unsupported import is_coroutine_function
 
+T = TypeVar("T")
 Test = Callable[[Any], bool]
 
 _HUGE = 1 << 63
@@ -41,6 +44,29 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
                 raise ArgumentError(f"{name} is {_shown(value)}: give {expected}")
         if name not in _DATA and any(map(_is_huge, _parts(value))):
             raise ArgumentError(f"{name} is {_shown(value)}: give a number below 2**63")
+        most = GREATEST.get(name)
+        if most is not None and any(_is_whole(part) and part > most for part in _parts(value)):
+            raise ArgumentError(f"{name} is {_shown(value)}: give at most {most:,}")
+
+
+def plain(value: T) -> T:
+    """Return a number of any library, such as numpy, as one of Python's, which a plan file can hold.
+
+    So are the numbers in a list, tuple or dict. Everything else is returned unchanged.
+    """
+    found: Any = value
+    if _is_whole(found):
+        found = int(found)
+    elif _is_number(found):
+        try:
+            found = float(found)
+        except OverflowError:  # a fraction; no argument may be infinite
+            found = math.inf
+    elif type(found) in (list, tuple):
+        found = type(found)(map(plain, found))
+    elif type(found) is dict:
+        found = {name: plain(part) for name, part in found.items()}
+    return found
 
 
 def _parts(value: Any) -> tuple[Any, ...]:

@@ -17,6 +17,8 @@ SMALLEST_PLAIN_BYTES = MIB
 
 A smaller number is refused: it is probably a size in another unit, such as 6 for 6 GiB.
 """
+_MOST_BYTES = 2**63 - 1
+"""Maximum number of bytes, which fits into a signed 64-bit integer, as sizes in plan files do."""
 
 _UNIT_BYTES = {
     **dict.fromkeys(("tib", "ti"), 1024 * GIB),
@@ -46,7 +48,8 @@ def parse_size(text: str | int, *, device_bytes: int | None) -> int:
         device_bytes: memory of the card in bytes; None if it is not known.
 
     Raises:
-        SizeError: the text is anything else, the size is zero or more than 100%, or `device_bytes` is needed and None.
+        SizeError: the text is anything else, the size is zero or more than 100% or 2**63 - 1 bytes, or `device_bytes`
+            is needed and None.
     """
     if isinstance(text, bool) or not isinstance(text, (str, int)):
         raise SizeError(
@@ -64,7 +67,7 @@ def parse_size(text: str | int, *, device_bytes: int | None) -> int:
         return _plain_bytes(number, written=match["number"])
     if unit.lower() not in _UNIT_BYTES:
         raise SizeError(f"size {_shown(text)} has the unknown unit {unit!r}: use GiB, MiB, KiB, GB, MB, KB or %")
-    return _at_least_a_byte(number * _UNIT_BYTES[unit.lower()], written=text)
+    return _possible(number * _UNIT_BYTES[unit.lower()], written=text)
 
 
 def margin_bytes(margin: str | int | None, *, card_bytes: int) -> int:
@@ -114,7 +117,7 @@ def _plain_bytes(number: Fraction | int, *, written: str | int) -> int:
         raise SizeError(
             f"size '{written}' has no unit and is too small for a number of bytes: did you mean {example}GiB?"
         )
-    return int(number)
+    return _possible(Fraction(number), written=str(written))
 
 
 def _share(percent: Fraction, device_bytes: int | None, *, written: str) -> int:
@@ -125,12 +128,14 @@ def _share(percent: Fraction, device_bytes: int | None, *, written: str) -> int:
         )
     if percent > 100:
         raise SizeError(f"size {_shown(written)} is more than the card has: write at most 100%, or a size such as 6GiB")
-    return _at_least_a_byte(percent * device_bytes / 100, written=written)
+    return _possible(percent * device_bytes / 100, written=written)
 
 
-def _at_least_a_byte(size_bytes: Fraction, *, written: str) -> int:
+def _possible(size_bytes: Fraction, *, written: str) -> int:
     if size_bytes < 1:
         raise SizeError(f"size {_shown(written)} is zero: write a size above zero, such as 6GiB")
+    if size_bytes > _MOST_BYTES:
+        raise SizeError(f"size {_shown(written)} is more than 2**63 - 1 bytes: write a size such as 6GiB")
     return int(size_bytes)
 
 

@@ -137,6 +137,9 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
         message = "DistributedDataParallel waits for the gradient of a parameter that the loss does not use"
         message += _names_of_unused(str(error), model)
         way_out = "set requires_grad_(False) for the parameters that are not used, or shard the model (fsdp)"
+    if any(text in message for text in _TOO_LARGE):
+        message = "a tensor would have more than 2**63 - 1 bytes"
+        way_out = "give a smaller batch" if between is None else "evaluate smaller batches (--eval-batch-size)"
     if "same device" in message:
         way_out = _ON_HOST
     if "getNewGenerator" in message:
@@ -148,6 +151,8 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
     return f"{what}: {type(error).__name__}: {message} ({where}): {way_out}"
 
 
+_TOO_LARGE = ("Storage size calculation overflowed", "integer multiplication overflow", "Overflow when unpacking long")
+"""Parts of PyTorch's messages about sizes that do not fit into 64 bits."""
 _MOST_UNUSED_NAMED = 3
 """Maximum number of parameters that a message names."""
 

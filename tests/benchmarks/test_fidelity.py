@@ -51,6 +51,7 @@ def test_there_are_at_least_forty_cases_and_the_core_ones_come_first():
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.checkpoint is not None])
+@pytest.mark.thorough_after(5)
 def test_a_case_with_checkpoints_names_modules_that_the_model_has(name):
     work = CASES[name].workload("meta")
     checkpoint = next(decision for decision in CASES[name].decisions(work) if isinstance(decision, Checkpoint))

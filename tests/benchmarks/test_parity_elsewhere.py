@@ -46,7 +46,7 @@ def test_a_training_by_another_optimizer_is_found():
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="transformers' Trainer needs accelerate")
 @pytest.mark.parametrize("way", ["Trainer", "Trainer, resumed"])
 @pytest.mark.parametrize("technique", ["checkpoint", "accumulation 7x1"])
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 def test_the_trainer_with_a_plan_trains_like_the_trainer_without(technique, way):
     found = trainers._outcome(job("transformers: bert", technique), way)
     assert found.result in (judge.EQUAL, judge.ROUNDED), found

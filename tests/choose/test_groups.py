@@ -70,6 +70,7 @@ def within(model: nn.Module, fraction: float, **options) -> planner.Plan:
 
 
 @pytest.mark.parametrize("force", [[], ["accumulation"]])
+@pytest.mark.thorough_after(1)
 def test_a_model_that_needs_groups_of_samples_is_split_between_groups(force):
     plan = within(Groups(), 0.9, only=["accumulation"], force=force)
     accumulation = plan.decision(Accumulation)

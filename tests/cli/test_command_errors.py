@@ -354,6 +354,7 @@ def saved(tmp_path_factory) -> dict:
     ],
     ids=lambda option: option[0],
 )
+@pytest.mark.thorough_after(2)
 def test_options_that_would_change_a_saved_plan_are_refused(folder, capsys, saved, option):
     (folder / "p.json").write_text(json.dumps(saved))
     message = refused("p.json", "--trust-reference", *option, capsys=capsys)

@@ -270,8 +270,9 @@ NEVER_RETURNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forms", [["--json"], ["-q", "--vram", "1GiB"]])
-@pytest.mark.parametrize("misbehaviour", NEVER_RETURNS)
+@pytest.mark.parametrize(
+    "misbehaviour, forms", zip(NEVER_RETURNS, (["--json"], ["-q", "--vram", "1GiB"], ["--json"]), strict=True)
+)
 def test_the_time_limit_also_ends_code_that_builds_no_model(misbehaviour, forms, tmp_path):
     result = run(model(tmp_path, misbehaviour), "--gpu", "bare", "--time-limit", "1s", *forms)
     message = (

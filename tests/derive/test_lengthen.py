@@ -87,7 +87,7 @@ def test_the_lengthened_recording_is_the_recorded_one(name, case):
 
 
 @pytest.mark.slow
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("decisions", "sizes"),
     [((), (4,)), ((ShardedPrecision(),), (4,)), ((SPLIT,), (2, 2))],

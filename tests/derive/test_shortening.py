@@ -162,6 +162,7 @@ def test_lengthened_recordings_are_dropped_if_another_precision_shows_a_differen
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_plan_is_as_good_as_with_recordings_of_all_layers_if_another_precision_shows_a_difference(monkeypatch):
     def found(*, lengthened: bool) -> Plan:
         monkeypatch.setattr(planning_session, "runs_to_shorten", runs_to_shorten if lengthened else lambda work: ())

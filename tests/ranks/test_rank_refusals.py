@@ -151,6 +151,7 @@ def test_adapters_that_are_allowed_are_in_notes_and_no_search_is_repeated():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_each_way_is_searched_once_if_no_plan_fits(monkeypatch):
     searched: list[str] = []
     open_session = pipeline.open_session

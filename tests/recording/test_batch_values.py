@@ -139,6 +139,7 @@ def test_what_follows_from_values_of_the_batch_is_rehearsed_as_it_really_happens
 
 
 @pytest.mark.parametrize("use", [selected, unpadded, unique], ids=lambda use: use.__name__)
+@pytest.mark.thorough_after(1)
 def test_a_plan_with_values_of_the_batch_trains_as_the_baseline(use):
     plan = planned(use, force=["checkpoint"])
     assert plan.solver.promised_bytes == plan.solver.certified_bytes

@@ -31,6 +31,7 @@ class Blocks(torch.nn.Module):
 
 
 @pytest.mark.parametrize("force", [(), ("optimizer",)])
+@pytest.mark.thorough_after(1)
 def test_parameters_without_a_gradient_cost_no_state(force):
     model, batch = Blocks(1024), torch.zeros(256, 256)
     whole = planner.plan(model, batch, vram=None, gpu="bare").baseline.total_bytes

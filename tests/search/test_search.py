@@ -136,6 +136,7 @@ def test_symmetry_changes_the_effort_and_not_the_answer(block: int) -> None:
         assert_same_as_brute(layered_problem(rng), rng)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("block", range(4))
 def test_layers_that_share_a_tensor_are_solved_like_others(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
@@ -151,6 +152,7 @@ def test_layers_that_share_a_tensor_are_solved_like_others(block: int) -> None:
         assert_same_as_brute(dataclasses.replace(problem, holds=(*problem.holds, shared)), rng)
 
 
+@pytest.mark.thorough_after(3)
 @pytest.mark.parametrize("block", range(8))
 def test_a_tolerance_is_kept_and_the_gap_stays_honest(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
@@ -168,6 +170,7 @@ def test_a_tolerance_is_kept_and_the_gap_stays_honest(block: int) -> None:
                 assert found.status == "optimal"
 
 
+@pytest.mark.thorough_after(3)
 @pytest.mark.parametrize("block", range(8))
 def test_only_selections_below_a_cost_are_found_and_all_of_them(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
@@ -237,6 +240,7 @@ def test_a_reduced_problem_has_the_same_curve_above_the_floor(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.thorough_after(20)
 def test_a_larger_budget_never_costs_more(seed: int) -> None:
     rng = random.Random(seed)
     problem = random_problem(rng)

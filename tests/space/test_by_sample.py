@@ -96,6 +96,7 @@ def test_a_tensor_that_has_the_size_of_the_batch_by_chance_is_asked_for(model, b
 
 
 @pytest.mark.parametrize(("make", "batch"), [(Attention, with_mask), (Weighted, with_weight)])
+@pytest.mark.thorough_after(1)
 def test_with_the_names_stated_a_batch_trains_the_same_in_parts(make, batch, tmp_path):
     torch.manual_seed(0)
     model, data = make().double(), {name: tensor.double() for name, tensor in batch().items()}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import inspect
 import math
+import pickle
 import warnings
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,6 +34,10 @@ class RehearsedError(Exception):
     """A process was started, so that the argument was accepted."""
 
 
+def refuse(*_, **__):
+    raise RehearsedError
+
+
 def total(output, batch):
     return output.sum()
 
@@ -40,9 +48,6 @@ async def asynchronous(*values):
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_each_argument_is_taken_or_refused_in_one_line(name, monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise RehearsedError
-
     monkeypatch.setattr(Child, "__init__", refuse)
     model, batch = nn.Linear(4, 4), torch.ones(2, 4)
     refused = 0
@@ -57,6 +62,65 @@ def test_each_argument_is_taken_or_refused_in_one_line(name, monkeypatch, capsys
             refused += 1
     assert refused > len(JUNK) / 2
     capsys.readouterr()
+
+
+NUMBERS = {
+    "vram": (np.int64(2**30), 2**30),
+    "max_slowdown": (np.float32(1.5), 1.5),
+    "margin": (np.int64(2**20), 2**20),
+    "values": ({"net.py:1": np.int8(3), "net.py:2": np.float64(0.5)}, {"net.py:1": 3, "net.py:2": 0.5}),
+    "eval_batch_size": (np.uint8(8), 8),
+    "cards": (np.int64(2), 2),
+    "mesh": ((np.int64(2), np.int32(2)), (2, 2)),
+    "cards_per_node": (np.int64(4), 4),
+    "time_limit": (Fraction(60), 60.0),
+}
+"""By name of an argument, numbers of a library, and those of Python that are equal."""
+
+
+def asked(monkeypatch, **options) -> dict:
+    """Fields of the question that the arguments of `planner.plan` make, by name."""
+    found = {}
+
+    def note(question, *, time_limit, progress):
+        found.update(pickled=pickle.dumps(dataclasses.replace(question, work=None)), time_limit=repr(time_limit))
+        found["values"] = repr(question.work.values)
+
+    monkeypatch.setattr("planner.ask.ask", note)
+    defaults = {"vram": "1GiB", "gpu": "bare", "loss_fn": total}
+    planner.plan(nn.Linear(4, 4), torch.ones(8, 4), **{**defaults, **options})
+    return found
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_a_library_are_taken_as_numbers_of_python(name, monkeypatch):
+    more = {"cards": 4} if name in OF_CARDS else {}
+    given, plain = (asked(monkeypatch, **{**more, name: value}) for value in NUMBERS[name])
+    assert given == plain
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *(
+            ("eval_batch_size", value)
+            for value in (0, -1, 2**31, 2**62, 2**63, True, np.True_, 8.0, np.float64(8), "8")
+        ),
+        *(("cards_per_node", value) for value in (0, -1, 2**21, 2**62, True, 2.0, np.float32(2), "2")),
+        *(("cards", value) for value in (0, -1, 2**17, 2**62, True, 2.0, "2")),
+        *(("mesh", value) for value in ((0, 4), (-2, -2), (2**21, 2), (2, 2.0), (True, 4), (), (1, 2, 3))),
+        *(("max_slowdown", value) for value in (0, -1, math.nan, math.inf, True, "2", Fraction(10**400))),
+        *(("margin", value) for value in (-1, 2**62, 2**63, True, 1.5, "101%", "-1%", "9999999999TiB")),
+        *(("vram", value) for value in (0, -1, 2**63, True, 1.5, np.float64(2**30), "9999999999TiB", "nan%", "1e400")),
+        *(("time_limit", value) for value in (0, -1, math.nan, math.inf, True, np.True_, "0s", "1e9h")),
+        *(("values", {"net.py:1": value}) for value in (math.nan, math.inf, True, "1", Fraction(10**400))),
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_a_rehearsal(name, value, monkeypatch):
+    monkeypatch.setattr(Child, "__init__", refuse)
+    options = {"vram": "1GiB", "gpu": "bare", "loss_fn": total, **({"cards": 4} if name in OF_CARDS else {})}
+    with pytest.raises(PlannerError):
+        planner.plan(nn.Linear(4, 4), torch.ones(8, 4), **{**options, name: value})
 
 
 def test_every_argument_but_model_batch_budget_and_time_has_a_type():

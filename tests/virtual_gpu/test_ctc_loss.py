@@ -33,6 +33,7 @@ def batch_with(targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(SAMPLES, TARGETS), (SAMPLES * TARGETS,)], ids=["padded", "concatenated"])
+@pytest.mark.thorough_after(1)
 def test_a_step_with_ctc_loss_can_be_planned_and_trains_the_same(shape):
     torch.manual_seed(0)
     model, batch = Speech(), batch_with(torch.randint(1, CLASSES, shape))

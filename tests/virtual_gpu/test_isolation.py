@@ -154,6 +154,7 @@ def plan(given, **settings):
 
 
 @pytest.mark.parametrize("vram", [None, "30kB", "1GiB", "1kB"])
+@pytest.mark.thorough_after(2)
 def test_after_a_plan(given, unchanged, vram):
     assert plan(given, vram=vram).certified
 

@@ -124,7 +124,8 @@ def test_a_damaged_adapter_config_is_refused_with_the_reason(folder, text, messa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["--lora=8", "--qlora=8:q_proj,v_proj", "--lora=4 --dora", "--lora=SAVED"])
+@pytest.mark.thorough_after(2)
+@pytest.mark.parametrize("option", ["--qlora=8:q_proj,v_proj", "--lora=SAVED", "--lora=8", "--lora=4 --dora"])
 def test_the_command_plans_and_the_files_it_writes_build_the_same_model(folder, saved, option, tmp_path, capsys):
     option = option.replace("SAVED", str(saved))
     plan_path, emitted = tmp_path / "plan.json", tmp_path / "step.py"
@@ -151,6 +152,7 @@ def test_the_command_plans_and_the_files_it_writes_build_the_same_model(folder, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["SequenceClassification", "QuestionAnswering"])
+@pytest.mark.thorough_after(1)
 def test_the_head_that_adapters_train_is_not_quantized(task, tmp_path):
     config = transformers.BertConfig(
         hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=50

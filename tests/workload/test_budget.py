@@ -110,6 +110,7 @@ def test_a_budget_above_the_named_card_is_planned_for_the_card_and_a_note_says_s
 
 
 @pytest.mark.parametrize(("gpu", "vram"), [("bare", "1TiB"), ("generic", "1TiB"), (None, "1TiB"), ("rtx-2060", "5GiB")])
+@pytest.mark.thorough_after(1)
 def test_a_budget_that_the_card_has_is_left_as_it_is(gpu, vram):
     plan = planned(vram, gpu, fidelity="exact")
     assert plan.fits

@@ -47,7 +47,10 @@ ELEMENTWISE = {_aten._to_copy.default, _aten.clone.default, _aten.rsub.Scalar, _
 """Elementwise ops to which torch has not given the tag `pointwise`."""
 PICKS = {_aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _aten.repeat.default}
 PICKS |= {_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _aten.flip.default, _aten.roll.default}
-"""Ops whose result has only elements of their first argument."""
+PICKS |= {_aten.all.default, _aten.any.default}
+"""Ops whose result has only elements of their first argument, if both have the same dtype."""
+BY_ROWS = {_aten.cat.default, _aten.cumsum.default}
+"""Ops along a dimension, their second argument, that read nothing else in the dimensions before it."""
 PLACES = {_aten.scatter.value, _aten.scatter.src}
 """Ops that put elements at known positions, as a router of experts does. Their results are also known for floats."""
 

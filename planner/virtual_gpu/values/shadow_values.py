@@ -7,9 +7,9 @@ are unknown, with a few documented exceptions that are *assumed* (the constants 
 shadow has the set of assumptions on which it depends. If the model asks for its value, the plan notes them.
 
 These tensors have a shadow: integers and booleans of up to `MOST_ELEMENTS` elements, floats of up to `MOST_ELEMENTS` on
-the host or computed from the batch, other floats of up to `MOST_FLOATS`, and tensors of any size with one value
-everywhere (ones, zeros, a full mask). A shadow belongs to a storage, so views share it and in-place ops change it, as
-on the card.
+the host or computed from the batch, other floats of up to `MOST_FLOATS`, integers and booleans of any size whose rows
+are alike (positions of tokens), and tensors of any size with one value everywhere (ones, zeros, a full mask). A shadow
+belongs to a storage, so views share it and in-place ops change it, as on the card.
 
 An op that reads an unknown value makes its result unknown, and an in-place op also makes its target unknown. To forget
 a value is always safe: if the model asks for it, the rehearsal ends with an error that names the line.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from planner.virtual_gpu.values.shadow import NOTHING, ShadowValue, of_one_row, one_row, works_by_rows
 from planner.virtual_gpu.values.shadow_ops import (
     ASSUMED_CHOICES,
     ASSUMED_DRAWS,
@@ -58,40 +59,11 @@ _MOST_BYTES = 8 * MOST_ELEMENTS
 """Maximum size of a shadow in bytes."""
 
 
-class _ShadowValue:
-    """The known content of a storage: all its bytes (`storage`), or the common value of all elements (`value`)."""
-
-    __slots__ = ("assumed", "storage", "value")
-
-    def __init__(
-        self,
-        *,
-        storage: torch.UntypedStorage | None = None,
-        value: torch.Tensor | None = None,
-        assumed: frozenset[str] = frozenset(),
-    ) -> None:
-        self.storage, self.value, self.assumed = storage, value, assumed
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the values of a fake tensor on this storage; None if `value` has another dtype than the tensor."""
-        if not tensor.numel():
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        if self.value is not None:
-            return self.value.expand(tensor.shape) if tensor.dtype == self.value.dtype else None
-        assert self.storage is not None  # Only `_NOTHING` has neither, and its tensors have no elements.
-        real = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return real.set_(self.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-_NOTHING = _ShadowValue()
-"""The shadow of every tensor without elements."""
-
-
 class ShadowValues:
     """The shadows of one rehearsal."""
 
     def __init__(self) -> None:
-        self._shadows: dict[int, tuple[_ShadowValue, weakref.ref]] = {}
+        self._shadows: dict[int, tuple[ShadowValue, weakref.ref]] = {}
         """(shadow, weak reference to the storage) by the storage's address, until the storage dies."""
 
     # ---- reading ----------------------------------------------------------------------------------------------
@@ -124,9 +96,9 @@ class ShadowValues:
         with unset_fake_temporarily():
             first = real.as_strided((), ())
             if covers_its_storage(tensor) and bool((real == first).all()):
-                shadow = _ShadowValue(value=first.clone(), assumed=assumed)
+                shadow = ShadowValue(value=first.clone(), assumed=assumed)
             else:
-                shadow = _ShadowValue(storage=torch.UntypedStorage(untyped.nbytes()), assumed=assumed)
+                shadow = ShadowValue(storage=torch.UntypedStorage(untyped.nbytes()), assumed=assumed)
                 target = shadow.of(tensor)
                 assert target is not None  # None only for a shadow with one value.
                 # Along an expanded dimension all positions are the same element, which `copy_` may write only once.
@@ -138,11 +110,11 @@ class ShadowValues:
         """Assumes that every element of the fake tensor's storage is `value`."""
         self._put(tensor, self._constant(value, tensor.dtype, frozenset((assumption,))))
 
-    def shadow(self, tensor: torch.Tensor) -> _ShadowValue | None:
+    def shadow(self, tensor: torch.Tensor) -> ShadowValue | None:
         """Returns what is known about the values of a tensor's storage, for `take_over`; None if nothing is known."""
         return self._shadow(tensor)
 
-    def take_over(self, tensor: torch.Tensor, shadow: _ShadowValue | None) -> None:
+    def take_over(self, tensor: torch.Tensor, shadow: ShadowValue | None) -> None:
         """Makes `shadow` the shadow of the tensor's storage, unless it is None."""
         if shadow is not None:
             self._put(tensor, shadow)
@@ -192,7 +164,7 @@ class ShadowValues:
         """Finds the shadows of an op's results from the shadows of its arguments."""
         targets = list(nested_tensors(written))
         overwrites = op.overloadpacket is _aten.copy_  # `copy_` does not read its target.
-        shadows: list[_ShadowValue] = []
+        shadows: list[ShadowValue] = []
         for tensor in nested_tensors((args, kwargs)):
             if isinstance(tensor, FakeTensor) and not (overwrites and tensor is targets[0]):
                 shadow = self._shadow(tensor)
@@ -204,30 +176,44 @@ class ShadowValues:
         # The three cases after the first compute only one element, which stands for the whole tensor.
         if targets:
             self._run_in_place(op, args, kwargs, targets, assumed, overwrites)
-        elif op in PICKS and shadows and shadows[0].value is not None and isinstance(args[0], FakeTensor):
-            self._put(results[0], _ShadowValue(value=shadows[0].value, assumed=assumed))
+        elif op in PICKS and isinstance(args[0], FakeTensor) and _has_value(shadows[0], results[0].dtype):
+            self._put(results[0], ShadowValue(value=shadows[0].value, assumed=assumed))
         elif op is _aten.cat.default and (common := _common_value(shadows)) is not None:
             with unset_fake_temporarily():
                 value = common.to(results[0].dtype)
-            self._put(results[0], _ShadowValue(value=value, assumed=assumed))
+            self._put(results[0], ShadowValue(value=value, assumed=assumed))
         elif shadows and is_elementwise(op) and all(shadow.value is not None for shadow in shadows):
             value = _computed(op, self._one_element(args), self._one_element(kwargs))
             if value is not None:
                 with unset_fake_temporarily():
                     value = value.reshape(-1)[:1].reshape(())
-                self._put(results[0], _ShadowValue(value=value, assumed=assumed))
+                self._put(results[0], ShadowValue(value=value, assumed=assumed))
         elif all(is_tracked(t, floats=bool(assumed) or op in PLACES) for t in results):
             for fake, value in zip(results, nested_tensors(self.compute(op, args, kwargs)), strict=False):
                 if fake not in self:  # A view of an argument shares its shadow already.
                     self.learn(fake, value, assumed)
+        elif len(results) == 1 and not results[0].is_floating_point() and works_by_rows(op, args, results[0]):
+            self._follow_repeated_rows(op, args, kwargs, results[0], assumed)
+
+    def _follow_repeated_rows(self, op: Any, args: tuple, kwargs: dict, result: Any, assumed: frozenset[str]) -> None:
+        """Sets the shadow of a large result whose rows are alike, because those of the arguments are."""
+        with unset_fake_temporarily():
+            known, real = self._real((args, kwargs))
+            rows = one_row(real, result) if known else None
+        if rows is None or not covers_its_storage(result) or result in self:
+            return
+        row = _computed(op, *rows)
+        if isinstance(row, torch.Tensor) and row.numel() <= MOST_ELEMENTS:
+            with unset_fake_temporarily():
+                self._put(result, of_one_row(row, assumed))
 
     def _run_in_place(
         self, op: Any, args: tuple, kwargs: dict, targets: list, assumed: frozenset[str], overwrites: bool
     ) -> None:
         """Runs an in-place op on the shadows of its targets. The targets lose their shadows if this is not possible."""
         for target in targets:
-            shadow = self._shadow(target) or (_ShadowValue() if overwrites and covers_its_storage(target) else None)
-            if shadow is None or target.untyped_storage().nbytes() > _MOST_BYTES:
+            shadow = self._shadow(target) or (ShadowValue() if overwrites and covers_its_storage(target) else None)
+            if shadow is None or shadow.row_bytes or target.untyped_storage().nbytes() > _MOST_BYTES:
                 self._forget_all(targets)
                 return
             if shadow.storage is None and target.numel():
@@ -237,14 +223,14 @@ class ShadowValues:
         if self.compute(op, args, kwargs) is None:
             self._forget_all(targets)
 
-    def _written_out(self, tensor: torch.Tensor, shadow: _ShadowValue) -> _ShadowValue:
+    def _written_out(self, tensor: torch.Tensor, shadow: ShadowValue) -> ShadowValue:
         """Converts a shadow with one value for all elements to one that has all bytes of the tensor's storage."""
         with unset_fake_temporarily():
             storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())
             if shadow.value is not None:
                 whole = torch.empty(0, dtype=shadow.value.dtype, device="cpu").set_(storage)
                 whole.fill_(shadow.value)
-        return _ShadowValue(storage=storage, assumed=shadow.assumed)
+        return ShadowValue(storage=storage, assumed=shadow.assumed)
 
     def _follow_constant(self, op: Any, args: tuple, kwargs: dict, results: list[torch.Tensor]) -> bool:
         """Sets the shadow of a constant op's result. Returns False if it cannot, as for a part of a storage."""
@@ -260,10 +246,10 @@ class ShadowValues:
 
     def _constant(
         self, value: bool | int | float, dtype: torch.dtype, assumed: frozenset[str] = frozenset()
-    ) -> _ShadowValue:
+    ) -> ShadowValue:
         """Returns the shadow of a tensor that has one value everywhere."""
         with unset_fake_temporarily():
-            return _ShadowValue(value=torch.tensor(value, dtype=dtype, device="cpu"), assumed=assumed)
+            return ShadowValue(value=torch.tensor(value, dtype=dtype, device="cpu"), assumed=assumed)
 
     def _follow_random(self, results: list[torch.Tensor]) -> None:
         """Assumes that uniform random numbers are 0.5 (stochastic depth, for example, compares them with a rate)."""
@@ -309,16 +295,16 @@ class ShadowValues:
 
     # ---- the table of shadows -----------------------------------------------------------------------------------
 
-    def _shadow(self, tensor: torch.Tensor) -> _ShadowValue | None:
+    def _shadow(self, tensor: torch.Tensor) -> ShadowValue | None:
         """Returns the shadow of a tensor's storage; None if its values are not known."""
         if tensor.layout is not torch.strided:
             return None
         if not tensor.numel():
-            return _NOTHING
+            return NOTHING
         entry = self._shadows.get(tensor.untyped_storage()._cdata)
         return entry[0] if entry else None
 
-    def _put(self, tensor: torch.Tensor, shadow: _ShadowValue) -> None:
+    def _put(self, tensor: torch.Tensor, shadow: ShadowValue) -> None:
         """Makes `shadow` the shadow of a tensor's storage until the storage dies."""
         untyped = tensor.untyped_storage()
         pointer = untyped._cdata
@@ -386,7 +372,12 @@ def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     return () if out is None else out
 
 
-def _common_value(shadows: list[_ShadowValue]) -> torch.Tensor | None:
+def _has_value(shadow: ShadowValue, dtype: torch.dtype) -> bool:
+    """True if all elements of a storage have one known value of this dtype."""
+    return shadow.value is not None and shadow.value.dtype == dtype
+
+
+def _common_value(shadows: list[ShadowValue]) -> torch.Tensor | None:
     """Returns the value that all elements of all shadows have; None if there is no such value."""
     values = [shadow.value for shadow in shadows]
     with unset_fake_temporarily():
@@ -394,7 +385,7 @@ def _common_value(shadows: list[_ShadowValue]) -> torch.Tensor | None:
     return values[0] if same else None
 
 
-def _union(shadows: Iterable[_ShadowValue]) -> frozenset[str]:
+def _union(shadows: Iterable[ShadowValue]) -> frozenset[str]:
     """Returns the union of the assumptions of all shadows."""
     assumed: frozenset[str] = frozenset()
     return assumed.union(*(shadow.assumed for shadow in shadows))

@@ -237,6 +237,7 @@ def test_gradients_are_alive_one_by_one():
 
 
 @pytest.mark.parametrize("samples", [4, 512])
+@pytest.mark.thorough_after(1)
 def test_the_promise_holds(samples):
     """The memory curve of the search is that of the rewritten step, with and without recompute."""
     work = work_of(samples)
