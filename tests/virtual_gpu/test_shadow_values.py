@@ -71,6 +71,62 @@ def _views_and_in_place(x):
     return table.tolist()
 
 
+def _positions(x, samples):
+    """Positions of tokens, as transformers expand them to all samples."""
+    return torch.arange(5, device=x.device)[None].expand(samples, -1)
+
+
+def _packed(x, samples):
+    """Asks for the sequences of each sample, as `find_packed_sequence_indices` of transformers does."""
+    positions = _positions(x, samples)
+    differences = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    return bool(((differences != 1).cumsum(-1)[:, -1] == 0).all())
+
+
+LARGE = 2**30 + 1
+"""Number of samples with which no value may be computed for each of them."""
+REPEATED_ROWS = {
+    "packed sequences": (_packed, True),
+    "rows of a sum": (lambda x, n: (_positions(x, n) + 2)[n - 1].tolist(), [2, 3, 4, 5, 6]),
+    "a part of each row": (lambda x, n: (_positions(x, n) * 2)[:2, 1::2].tolist(), [[2, 6], [2, 6]]),
+    "rows put together": (
+        lambda x, n: torch.cat([_positions(x, n), _positions(x, n) + 7], dim=1)[3, 4:7].tolist(),
+        [4, 7, 8],
+    ),
+    "sums along rows": (lambda x, n: (_positions(x, n) + 1).cumsum(1)[7].tolist(), [1, 3, 6, 10, 15]),
+    "a comparison with a row": (
+        lambda x, n: (_positions(x, n) + 1 > torch.arange(5, 0, -1, device=x.device))[9].tolist(),
+        [False, False, False, True, True],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REPEATED_ROWS)
+def test_rows_that_are_alike_are_known_for_any_number_of_samples(case):
+    ask, expected = REPEATED_ROWS[case]
+    assert answered(lambda x: ask(x, LARGE), expected) == ()
+
+
+def _sums_of_columns(x):
+    return (_positions(x, 2**20) + 1).cumsum(0)[1].tolist()
+
+
+def _changed_in_one_row(x):
+    rows = _positions(x, 2**20) + 1
+    rows[3] = 0
+    return rows[3].tolist()
+
+
+def _in_lines_across_rows(x):
+    return (_positions(x, LARGE) + 1).flatten()[3:7].tolist()
+
+
+@pytest.mark.parametrize("ask", [_sums_of_columns, _changed_in_one_row, _in_lines_across_rows])
+def test_rows_that_may_differ_are_not_known(ask):
+    with pytest.raises(RehearsalError, match="computes no values"):
+        recorded(ask)
+
+
 @pytest.mark.parametrize("case", TRUE_ANSWERS)
 def test_what_follows_from_shapes_and_constants_is_answered_truly(case):
     assert answered(*TRUE_ANSWERS[case]) == ()
