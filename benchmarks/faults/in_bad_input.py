@@ -224,4 +224,37 @@ FAULTS = (
         tests=("tests/system/test_wrong_arguments.py::test_each_argument_is_taken_or_refused_in_one_line",),
         why="the text of a file or of a library controls the terminal or fills it",
     ),
+    Fault(
+        name="numbers-of-numpy-get-into-plans",
+        path="planner/arguments.py",
+        old="        found = int(found)\n",
+        new="        pass\n",
+        tests=(
+            "tests/system/test_wrong_arguments.py::"
+            "test_numbers_of_a_library_are_taken_as_numbers_of_python[eval_batch_size]",
+        ),
+        why="a plan with eval_batch_size=numpy.int64(8) cannot be saved",
+    ),
+    Fault(
+        name="numbers-that-no-plan-file-can-hold-are-taken",
+        path="planner/arguments.py",
+        old="        if most is not None and any(",
+        new="        if False and any(",
+        tests=(
+            "tests/system/test_wrong_arguments.py::"
+            "test_a_number_out_of_range_is_refused_before_a_rehearsal[eval_batch_size-2147483648]",
+        ),
+        why="a saved plan cannot be read again",
+    ),
+    Fault(
+        name="sizes-that-no-plan-file-can-hold-are-taken",
+        path="planner/plan_types/sizes.py",
+        old="    if size_bytes > _MOST_BYTES:",
+        new="    if False:",
+        tests=(
+            "tests/system/test_wrong_arguments.py::"
+            "test_a_number_out_of_range_is_refused_before_a_rehearsal[vram-9999999999TiB]",
+        ),
+        why="a saved plan cannot be read again",
+    ),
 )
