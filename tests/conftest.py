@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if cases[test] >= after.args[0]:
                 item.add_marker(pytest.mark.thorough)
             cases[test] += 1
+        if item.get_closest_marker("thorough") is not None:
+            item.add_marker(pytest.mark.slow)
         if "shared_data" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.recordings)
     if part := config.getoption("part"):

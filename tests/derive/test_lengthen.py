@@ -86,7 +86,6 @@ def test_the_lengthened_recording_is_the_recorded_one(name, case):
     assert_lengthened(model(name), *CASES[case])
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("decisions", "sizes"),

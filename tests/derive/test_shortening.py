@@ -32,7 +32,7 @@ from tests.support.workloads import transformer
 SPLIT = Accumulation(micro_batch_size=2, micro_batches=2)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_recording_of_the_baseline_shows_layers_that_differ():
     """Every sixth layer of Gemma 3 attends to all tokens, and the others to a window."""
     settings = {
@@ -161,7 +161,6 @@ def test_lengthened_recordings_are_dropped_if_another_precision_shows_a_differen
     assert not recordings.drop_if_wrong(bf16)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_plan_is_as_good_as_with_recordings_of_all_layers_if_another_precision_shows_a_difference(monkeypatch):
     def found(*, lengthened: bool) -> Plan:

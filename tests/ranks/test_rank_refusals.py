@@ -150,7 +150,6 @@ def test_adapters_that_are_allowed_are_in_notes_and_no_search_is_repeated():
     assert all("no plan was found that fits: not enough on its own" in note for note in found.notes)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_each_way_is_searched_once_if_no_plan_fits(monkeypatch):
     searched: list[str] = []

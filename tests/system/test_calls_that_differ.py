@@ -135,6 +135,7 @@ def of_calls(step, calls: int) -> int:
     ],
 )
 @pytest.mark.thorough_after(3)
+@pytest.mark.thorough_after(2)
 def test_calls_are_recorded_until_they_repeat(make, calls, period, watched, is_certain):
     graph = recorded(make())
     found = graph.schedule

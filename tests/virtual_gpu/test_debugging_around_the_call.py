@@ -100,6 +100,7 @@ def facts(plan):
 
 
 @pytest.mark.parametrize("case", AROUND)
+@pytest.mark.thorough_after(3)
 def test_the_plan_is_the_same_as_without_and_the_contexts_are_as_before(case):
     without, before = expected(), state()
     with AROUND[case]():

@@ -25,6 +25,7 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.thorough_after(1)
 def test_texts_are_generated_to_their_largest_length(name):
     tokens = torch.randint(1, 500, (4, 16))
     prompt = torch.randint(1, 500, (4, 8))
