@@ -1,4 +1,4 @@
-"""What a rehearsal knows of a storage: all elements, one row that repeats, or the one value of all elements."""
+"""Values of a storage that a rehearsal knows: all elements, one row that repeats, or one value everywhere."""
 
 from __future__ import annotations
 
