@@ -257,4 +257,12 @@ FAULTS = (
         ),
         why="a saved plan cannot be read again",
     ),
+    Fault(
+        name="whole-numbers-of-a-scaler-are-those-it-has-now",
+        path="rewrite/step_state/values.py",
+        old="        if name in _NUMBERS_OF_STEPS and not isinstance(value, int):",
+        new="        if isinstance(present[name], int) and not isinstance(value, int):",
+        tests=("tests/rewrite/test_damaged_state.py::test_a_factor_of_a_scaler_may_be_a_whole_number",),
+        why="a step with growth_factor=2 cannot load a state with growth_factor=2.0",
+    ),
 )

@@ -13,6 +13,8 @@ from planner.errors import PlanFileError, plain_line
 
 _MOST_STEPS = 2**31 - 1
 """Maximum of the numbers of steps of a gradient scaler, which are in tensors of int32."""
+_NUMBERS_OF_STEPS = ("growth_interval", "_growth_tracker")
+"""Entries of a gradient scaler's state that are whole numbers. A factor may be one, such as 2 instead of 2.0."""
 MOST_STEPS_OF_OPTIMIZER = 2**53
 """Maximum of the numbers of steps of an optimizer or a scheduler: above it, adding 1 may change nothing."""
 _AT_ONCE = 1 << 22
@@ -28,8 +30,10 @@ def refuse(where: str, what: str) -> PlanFileError:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for an int or float that is neither a bool nor NaN."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    """Return True for an int or float that is neither a bool nor NaN, and an int that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < 2**1023 if isinstance(value, int) else not math.isnan(value)
 
 
 def shown(value: Any) -> str:
@@ -70,9 +74,9 @@ def refuse_scaler_state(state: Any, scaler: torch.amp.GradScaler) -> None:
     for name, value in state.items():
         if not is_number(value) or not math.isfinite(value) or value < 0 or (value == 0 and name != "_growth_tracker"):
             raise refuse(f"'{name}' of the gradient scaler", f"is {shown(value)}, not a positive number")
-        if isinstance(present[name], int) and not isinstance(value, int):
+        if name in _NUMBERS_OF_STEPS and not isinstance(value, int):
             raise refuse(f"'{name}' of the gradient scaler", f"is {shown(value)}, not an integer")
-        if isinstance(present[name], int) and value > _MOST_STEPS:
+        if name in _NUMBERS_OF_STEPS and value > _MOST_STEPS:
             raise refuse(f"'{name}' of the gradient scaler", "is larger than its tensor can hold")
 
 

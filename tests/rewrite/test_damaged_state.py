@@ -103,7 +103,10 @@ DAMAGES = {
     "epoch huge": (put("scheduler", "last_epoch", 10**300), "'last_epoch' of StepLR has too many digits"),
     "index True": (lambda state: state["optimizer"]["state"].update({Index(0): {}, Index(77): {}}), "is unknown"),
     "squares negative": (put(*OF_FIRST, "exp_avg_sq", lambda t: -1 - t), "'exp_avg_sq' in .* contains negative"),
-    "rate without end": (put("optimizer", "param_groups", 0, "lr", 10**400), "cannot be read .OverflowError"),
+    "rate without end": (
+        put("optimizer", "param_groups", 0, "lr", 10**400),
+        "'lr' of group 0 of the optimizer's state is 1000",
+    ),
     "mapping that raises": (
         put("optimizer", "param_groups", [Raising(params=[])]),
         "cannot be read .RuntimeError: evil",
@@ -129,6 +132,7 @@ DAMAGES = {
     "scale a list": (put("scaler", "scale", [1]), "'scale' of the gradient scaler is a value of type list"),
     "tracker too large": (put("scaler", "_growth_tracker", 2**31), "is larger than its tensor can hold"),
     "interval too large": (put("scaler", "growth_interval", 10**30), "is larger than its tensor can hold"),
+    "factor of too many digits": (put("scaler", "growth_factor", 10**400), "'growth_factor' of the gradient scaler is"),
     "tracker a fraction": (put("scaler", "_growth_tracker", 0.5), "not an integer"),
 }
 
@@ -175,6 +179,14 @@ def test_the_state_that_is_damaged_here_can_be_loaded(whole, target):
     other = trained(0)
     other.step.load_state_dict(copy.deepcopy(whole))
     assert_same(whole, other.step.state_dict())
+
+
+def test_a_factor_of_a_scaler_may_be_a_whole_number(whole, target):
+    for factor in (2, 2.0):
+        state = copy.deepcopy(whole)
+        state["scaler"]["growth_factor"] = factor
+        target.step.load_state_dict(state)
+        assert target.step.scaler.get_growth_factor() == 2
 
 
 def _aliased(entry: dict, parameter: torch.Tensor) -> None:
