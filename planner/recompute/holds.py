@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from planner.recompute.conditions import ALWAYS, ConditionNow, SharedConditions
 from planner.recompute.recompute_cost import Rerun
 from planner.recompute.repeated_gathers import RepeatedGathers
 from planner.recording.step_graph import StepGraph
-from planner.search.problem import Hold
+from planner.search.problem import Hold, SharedCondition
+from planner.search.shared import Condition
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,18 @@ class Option:
 Options = dict[int, tuple[Option, ...]]
 """For each call, the units that recompute or offload it. A unit that keeps no outputs comes before those that do."""
 
+LONGEST = 100_000
+"""Maximum number of units in the conditions of one storage that are written out for each time.
+
+Longer ones are `SharedCondition`s. Both mean the same, but the search takes other ways to equally good selections.
+"""
+
+_ALWAYS: Condition = ((),), ()
+_NEVER: Condition = (), ()
+
+_Time = tuple[int, int, int]
+"""(first tick, tick after the last, number of the condition)."""
+
 _Piece = tuple[int, int, str, tuple[int, ...]]
 """(first tick, tick after the last, condition, units): a time for which a storage is held, and under which condition.
 
@@ -39,12 +53,18 @@ selected).
 
 
 def holds_of(
-    graph: StepGraph, options: Options, sizes: list[int], gathers: Mapping[int, RepeatedGathers]
-) -> tuple[np.ndarray, tuple[Hold, ...]]:
-    """Returns int64[ticks] of bytes that are always alive, and the storages that are alive only on a condition.
+    graph: StepGraph,
+    options: Options,
+    sizes: list[int],
+    gathers: Mapping[int, RepeatedGathers],
+    exclusive: Sequence[frozenset[int]],
+) -> tuple[np.ndarray, tuple[Hold, ...], tuple[SharedCondition, ...]]:
+    """Returns int64[ticks] of bytes that are always alive, the storages that are alive only on a condition, and the
+    conditions that these storages share.
 
     Args:
         gathers: by number of a unit, the gathers that the step repeats if the unit is selected.
+        exclusive: for each unit, the units that may not be selected together with it.
     """
     pieces: dict[int, list[_Piece]] = defaultdict(list)
     for save in graph.saves:
@@ -81,51 +101,85 @@ def holds_of(
         in_gathers |= repeated.buffers
     # 6. A storage counts once, even if it is held for several reasons at the same time.
     delta = np.zeros(graph.ticks + 1, dtype=np.int64)
-    holds: list[Hold] = []
+    numbered, times = SharedConditions(), []
     for number, record in enumerate(graph.storages):
         always = [] if number in in_gathers else record.lives
         lives: list[_Piece] = [(start, stop, "fixed", ()) for start, stop in always]
-        for start, stop, hold in _disjoint(lives + pieces.get(number, []), sizes[number]):
-            if hold is None:
+        conditional: list[_Time] = []
+        for start, stop, condition in times_of(lives + pieces.get(number, []), exclusive, numbered):
+            if condition is None:
                 delta[start] += sizes[number]
                 delta[stop] -= sizes[number]
             else:
-                holds.append(hold)
-    return np.cumsum(delta)[:-1], tuple(holds)
+                conditional.append((start, stop, condition))
+        if conditional:
+            times.append((sizes[number], conditional))
+    holds, shared = holds_at(times, numbered, longest=LONGEST)
+    return np.cumsum(delta)[:-1], holds, shared
 
 
 def units_in(options: Iterable[Option]) -> tuple[int, ...]:
     return tuple(sorted({option.unit for option in options}))
 
 
-def _disjoint(pieces: list[_Piece], size: int) -> list[tuple[int, int, Hold | None]]:
+def times_of(
+    pieces: list[_Piece], exclusive: Sequence[frozenset[int]], shared: SharedConditions
+) -> list[tuple[int, int, int | None]]:
     """Merges the pieces of one storage into times that do not overlap.
 
     Returns:
-        (first tick, tick after the last, condition) of each time; the condition is None if the storage is always held.
+        (first tick, tick after the last, number of the condition) of each time; None if the storage is always held.
     """
     if len(pieces) == 1 and pieces[0][2] == "fixed":
         return [(pieces[0][0], pieces[0][1], None)]
-    changes: dict[int, list[tuple[str, tuple[int, ...], int]]] = defaultdict(list)
+    changes: dict[int, list[tuple[str, tuple[int, ...], bool]]] = defaultdict(list)
     for start, stop, kind, units in pieces:
         if start < stop:
-            changes[start].append((kind, units, 1))
-            changes[stop].append((kind, units, -1))
-    # For each kind, the units of the pieces that hold the storage now, each with the number of these pieces.
-    active: dict[str, dict[tuple[int, ...], int]] = {"fixed": {}, "unless": {}, "when": {}}
-    result: list[tuple[int, int, Hold | None]] = []
+            changes[start].append((kind, units, True))
+            changes[stop].append((kind, units, False))
+    fixed, now = 0, ConditionNow(exclusive, shared)
+    result: list[tuple[int, int, int | None]] = []
     for start, stop in itertools.pairwise(sorted(changes)):
-        for kind, units, change in changes[start]:
-            count = active[kind].pop(units, 0) + change
-            if count:
-                active[kind][units] = count
-        if active["fixed"]:
+        for kind, units, begins in sorted(changes[start], key=lambda change: not change[2]):
+            if kind == "fixed":
+                fixed += 1 if begins else -1
+            elif begins:
+                now.begin(kind, units)
+            else:
+                now.end(kind, units)
+        if fixed:
             result.append((start, stop, None))
-        elif active["unless"] or active["when"]:
-            unless, when = tuple(sorted(active["unless"])), tuple(sorted(unit for (unit,) in active["when"]))
+        elif (condition := now.number()) is not None:
             # Adjacent times with the same condition are joined.
-            last = result[-1] if result else None
-            if last and last[1] == start and (hold := last[2]) and (hold.unless, hold.when) == (unless, when):
+            if result and result[-1][1:] == (start, condition):
                 start = result.pop()[0]
-            result.append((start, stop, Hold(size_bytes=size, start=start, stop=stop, unless=unless, when=when)))
+            result.append((start, stop, condition))
     return result
+
+
+def holds_at(
+    times: list[tuple[int, list[_Time]]], numbered: SharedConditions, *, longest: int
+) -> tuple[tuple[Hold, ...], tuple[SharedCondition, ...]]:
+    """Returns the holds of all storages, and the conditions that they share.
+
+    Args:
+        times: for each storage, its size and the times for which it is held on a condition.
+        longest: maximum number of units in the conditions of a storage that are written out.
+    """
+    written_out = [sum(numbered.length(number) for *_, number in of_one) <= longest for _, of_one in times]
+    is_shared = {
+        number
+        for (_, of_one), is_written in zip(times, written_out, strict=True)
+        for *_, number in of_one
+        if not is_written and number != ALWAYS
+    }
+    shared, renumbered = numbered.used(is_shared)
+    holds: list[Hold] = []
+    for (size, of_one), is_written in zip(times, written_out, strict=True):
+        for start, stop, number in of_one:
+            unless, when = _ALWAYS if number == ALWAYS else _NEVER
+            if number != ALWAYS and is_written:
+                unless, when = numbered.written_out(number)
+            one_shared = renumbered[number] if number != ALWAYS and not is_written else None
+            holds.append(Hold(size_bytes=size, start=start, stop=stop, unless=unless, when=when, shared=one_shared))
+    return tuple(holds), shared

@@ -24,14 +24,14 @@ networkx takes 80 ms (CPU times, networkx 3.6.1).
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from planner.recording.module_calls import COMPILED, NO_REPLAY, WITHOUT_GRADIENTS
-from planner.recording.step_graph import Call, Phase, Save, StepGraph
+from planner.recording.step_graph import Call, Op, Phase, Save, StepGraph
 
 _MIN_OWN_SHARE = 0.1
 """Minimum fraction of all saved bytes that the modules of one type must save for being cut.
@@ -69,20 +69,22 @@ def with_segments(graph: StepGraph) -> StepGraph:
     A module is cut only if all its calls can be cut and have the same number of ops. All calls are cut at the same op
     numbers, because a plan applies to every call of a module.
     """
-    long = _long_calls(graph)
+    long, saved_bytes = _long_calls(graph), _SavedBytes(graph)
     ops_of = {call: ops_in(graph, call) for call in (*long, *(_calls_with_many_calls(graph) - long))}
     by_module: dict[str, list[int]] = defaultdict(list)
     for call in ops_of:
         by_module[graph.calls[call].module].append(call)
+    calls_of: dict[str, list[int]] = defaultdict(list)
+    for index, made in enumerate(graph.calls):
+        if made.obstacle != WITHOUT_GRADIENTS:
+            calls_of[made.module].append(index)
+    inner_calls = _inner_calls(graph)
     segments: dict[int, tuple[Segment, ...]] = {}
     for module, usable in by_module.items():
-        calls = [
-            index
-            for index, call in enumerate(graph.calls)
-            if call.module == module and call.obstacle != WITHOUT_GRADIENTS
-        ]
+        calls = calls_of[module]
         if calls == sorted(usable) and len({len(ops_of[call]) for call in calls}) == 1:
-            cuts = _Cuts(graph, calls[0], ops_of[calls[0]])
+            first = calls[0]
+            cuts = _Cuts(graph, ops_of[first], [graph.calls[inner] for inner in inner_calls[first]], saved_bytes)
             segments |= dict.fromkeys(calls, cuts.segments() if calls[0] in long else cuts.divided_segments())
     return _with_calls(graph, ops_of, segments) if any(segments.values()) else graph
 
@@ -92,12 +94,14 @@ def ops_in(graph: StepGraph, call: int) -> list[int]:
 
     The number of an op in a segment is its position in this list.
     """
-    first, last = graph.calls[call].start, graph.calls[call].end
-    return [
-        index
-        for index, op in enumerate(graph.ops)
-        if first < op.tick < last and op.phase is Phase.FORWARD and op.makes_or_changes
-    ]
+    ops = graph.ops
+    first = bisect(ops, graph.calls[call].start, key=_tick_of)
+    last = bisect_left(ops, graph.calls[call].end, lo=first, key=_tick_of)
+    return [index for index in range(first, last) if ops[index].phase is Phase.FORWARD and ops[index].makes_or_changes]
+
+
+def _tick_of(op: Op) -> int:
+    return op.tick
 
 
 def position_of(save: Save, ticks: Sequence[int]) -> int:
@@ -156,6 +160,36 @@ def _saved_bytes(graph: StepGraph) -> dict[int | None, int]:
     return saved_bytes
 
 
+def _inner_calls(graph: StepGraph) -> dict[int, list[int]]:
+    """Returns, for each call, the indices of the calls that it makes directly."""
+    inner: dict[int, list[int]] = defaultdict(list)
+    for index, call in enumerate(graph.calls):
+        if call.parent is not None:
+            inner[call.parent].append(index)
+    return inner
+
+
+class _SavedBytes:
+    """Bytes saved up to a tick. A storage counts when it is saved first."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        packs: dict[int, int] = {}
+        for save in graph.saves:
+            if save.storage is not None:
+                packs.setdefault(save.storage, save.pack)
+        ticks = np.fromiter(packs.values(), np.int64, len(packs))
+        sizes = np.fromiter((graph.storages[storage].size_bytes for storage in packs), np.int64, len(packs))
+        order = np.argsort(ticks, kind="stable")
+        self._ticks = ticks[order]
+        self._sums = np.concatenate(([0], np.cumsum(sizes[order])))
+        self.total = int(self._sums[-1])
+
+    def until(self, ticks: np.ndarray) -> np.ndarray:
+        """Returns int64[ticks]: bytes saved at these ticks or before them."""
+        until: np.ndarray = self._sums[np.searchsorted(self._ticks, ticks, side="right")]
+        return until
+
+
 class _Cuts:
     """The places at which one call may be cut, and the tree of segments between them.
 
@@ -163,23 +197,22 @@ class _Cuts:
 
     Args:
         graph: a what-if recording.
-        call: index of the call.
         ops: indices of the call's ops in the order of their numbers (`ops_in`).
+        inner: the calls that it makes directly.
+        saved_bytes: the bytes that the step saves.
     """
 
-    def __init__(self, graph: StepGraph, call: int, ops: list[int]) -> None:
+    def __init__(self, graph: StepGraph, ops: list[int], inner: Sequence[Call], saved_bytes: _SavedBytes) -> None:
         self._crossing = _crossing_bytes(graph, ops)
-        # Bytes saved by the ops before each place (a running sum). A storage counts at the op that saved it first.
+        # Bytes saved by the ops before each place (a running sum). A storage counts at the op that saved it first, and
+        # what is saved later counts at the last op.
         ticks = np.array([graph.ops[op].tick for op in ops])
-        saved = {save.storage: save.pack for save in reversed(graph.saves) if save.storage is not None}
-        positions = np.searchsorted(ticks, list(saved.values())) - 1
-        inside = (positions >= 0) & (positions < len(ops))
         self._saved = np.zeros(len(ops) + 1, dtype=np.int64)
-        sizes = np.array([graph.storages[storage].size_bytes for storage in saved], dtype=np.int64)
-        np.add.at(self._saved, positions[inside] + 1, sizes[inside])
-        self._saved = np.cumsum(self._saved)
-        self._least = _MIN_SEGMENT_SHARE * sizes.sum()
-        self._allowed = self._minima() - self._inside_submodules(graph, call, ticks)
+        if ops:
+            until = saved_bytes.until(ticks)
+            self._saved[1:] = np.append(until[1:], saved_bytes.total) - until[0]
+        self._least = _MIN_SEGMENT_SHARE * saved_bytes.total
+        self._allowed = self._minima() - self._inside_submodules(inner, ticks)
 
     def segments(self) -> tuple[Segment, ...]:
         """All segments; a segment comes before the segments inside of it.
@@ -241,13 +274,12 @@ class _Cuts:
             if crossing[place] <= crossing[place - 1] and crossing[place] <= crossing[place + 1]
         }
 
-    def _inside_submodules(self, graph: StepGraph, call: int, ticks: np.ndarray) -> set[int]:
-        """Returns the indices into `ticks` of those ticks that are inside of a direct subcall of this call."""
+    def _inside_submodules(self, inner: Sequence[Call], ticks: np.ndarray) -> set[int]:
+        """Returns the indices into `ticks` of those ticks that are inside of one of the calls `inner`."""
         places: set[int] = set()
-        for inner in graph.calls:
-            if inner.parent == call:
-                first, last = np.searchsorted(ticks, [inner.start, inner.end])
-                places.update(range(int(first) + 1, int(last)))
+        for call in inner:
+            first, last = np.searchsorted(ticks, [call.start, call.end])
+            places.update(range(int(first) + 1, int(last)))
         return places
 
 
@@ -279,8 +311,10 @@ def _with_calls(graph: StepGraph, ops_of: dict[int, list[int]], segments: dict[i
     """
     calls = [dataclasses.replace(call) for call in graph.calls]
     nested: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by call: (first op, op after last, new call)
+    inner_calls = _inner_calls(graph)
+    ticks_of = {index: [graph.ops[op].tick for op in ops_of[index]] for index in segments}
     for index, of_call in segments.items():
-        ticks = [*(graph.ops[op].tick for op in ops_of[index]), graph.calls[index].end]
+        ticks = [*ticks_of[index], graph.calls[index].end]
         for segment in of_call:
             around = [known for known in nested[index] if known[0] <= segment.start and segment.stop <= known[1]]
             parent = around[-1][2] if around else index
@@ -299,14 +333,13 @@ def _with_calls(graph: StepGraph, ops_of: dict[int, list[int]], segments: dict[i
                     only_divided=segment.only_divided,
                 )
             )
-        for inner in calls[: len(graph.calls)]:
-            if inner.parent == index:
-                inner.parent = _innermost(nested[index], int(np.searchsorted(ticks, inner.start)), index)
+        for number in inner_calls[index]:
+            inner = calls[number]
+            inner.parent = _innermost(nested[index], bisect_left(ticks, inner.start), index)
     saves = []
     for save in graph.saves:
         if save.call is not None and save.call in segments:
-            ticks = [graph.ops[op].tick for op in ops_of[save.call]]
-            call = _innermost(nested[save.call], position_of(save, ticks), save.call)
+            call = _innermost(nested[save.call], position_of(save, ticks_of[save.call]), save.call)
             save = dataclasses.replace(save, call=call)
         saves.append(save)
     return dataclasses.replace(graph, calls=calls, saves=saves)

@@ -47,7 +47,7 @@ from planner.recompute.segments import with_segments
 from planner.recompute.windows import Window, windows_of
 from planner.recording.module_calls import NO_REPLAY, WITHOUT_GRADIENTS
 from planner.recording.step_graph import StepGraph, round_up
-from planner.search.problem import CheckpointProblem, Recompute
+from planner.search.problem import CheckpointProblem, Recompute, exclusive_units, longest_paths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,9 @@ def units_of(
         for repeated in again.values()
     )
     # 3. The memory curve as a function of the selected units: bytes that are always alive, and bytes on a condition.
-    fixed, holds = holds_of(graph, options, sizes, again)
+    paths = _paths(graph, options)
+    exclusive = exclusive_units(paths, len(units) + len(gathered))
+    fixed, holds, shared = holds_of(graph, options, sizes, again, exclusive)
     problem = CheckpointProblem(
         fixed_bytes=fixed,
         holds=holds,
@@ -171,7 +173,8 @@ def units_of(
         ),
         cost_ns=(*_costs(options, len(units)), *(cost_ns for _, cost_ns in gathers)),
         # 4. One level of checkpointing: of nested calls, at most one is selected.
-        paths=_paths(graph, options),
+        paths=paths,
+        shared=shared,
     )
     return Units(units=(*units, *gathered), problem=problem)
 
@@ -296,8 +299,4 @@ def _paths(graph: StepGraph, options: Options) -> tuple[tuple[int, ...], ...]:
     paths = {
         units_in(option for outer in graph.enclosing(index) for option in options.get(outer, ())) for index in options
     }
-    longest: list[tuple[int, ...]] = []
-    for path in sorted(paths, key=lambda path: (-len(path), path)):
-        if not any(set(path) <= set(kept) for kept in longest):
-            longest.append(path)
-    return tuple(path for path in longest if len(path) > 1)
+    return tuple(longest_paths(paths))

@@ -4,6 +4,8 @@ The bytes of a hold h are alive under a selection X of units if
 
     any(S and X have no unit in common, for S in unless_h)  or  any(u in X, for u in when_h)
 
+or if this is true of a shared condition that h contains.
+
 This module shares no code with `curve` and `milp`, uses only loops, and takes 2^units evaluations. The search is tested
 against it, and it is the shortest definition of what the search computes.
 """
@@ -50,17 +52,31 @@ def curve(problem: CheckpointProblem, units: Collection[int]) -> list[int]:
     """Returns the bytes alive at each event when `units` are selected, without the extra bytes of recomputes."""
     return [
         int(fixed_bytes)
-        + sum(hold.size_bytes for hold in problem.holds if hold.start <= event < hold.stop and alive(hold, units))
+        + sum(
+            hold.size_bytes for hold in problem.holds if hold.start <= event < hold.stop and alive(problem, hold, units)
+        )
         for event, fixed_bytes in enumerate(problem.fixed_bytes)
     ]
 
 
-def alive(hold: Hold, units: Collection[int]) -> bool:
+def alive(problem: CheckpointProblem, hold: Hold, units: Collection[int]) -> bool:
     """True if the condition of `hold` is true when `units` are selected."""
-    for members in hold.unless:
+    if _is_true(hold.unless, hold.when, units):
+        return True
+    shared = hold.shared
+    while shared is not None:
+        condition = problem.shared[shared]
+        if _is_true(condition.unless, condition.when, units):
+            return True
+        shared = condition.before
+    return False
+
+
+def _is_true(unless: tuple[tuple[int, ...], ...], when: tuple[int, ...], units: Collection[int]) -> bool:
+    for members in unless:
         if not any(unit in units for unit in members):
             return True
-    return any(unit in units for unit in hold.when)
+    return any(unit in units for unit in when)
 
 
 def peak(problem: CheckpointProblem, units: Collection[int]) -> int:

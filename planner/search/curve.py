@@ -17,6 +17,10 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from planner.search.problem import CheckpointProblem
+from planner.search.shared import Condition, Containing, written_out
+
+NONE = -1
+"""Takes the place of the number of a shared condition if there is none."""
 
 
 def evaluate(problem: CheckpointProblem, units: Collection[int]) -> np.ndarray:
@@ -39,19 +43,27 @@ class CompiledProblem:
         self.events = len(problem.fixed_bytes)
         self.unit_count = len(problem.cost_ns)
         self.fixed_bytes = np.asarray(problem.fixed_bytes, np.int64)
-        self.conditions = sorted({(hold.unless, hold.when) for hold in problem.holds})
-        number = {condition: k for k, condition in enumerate(self.conditions)}
-        self.hold_condition = _ints(number[hold.unless, hold.when] for hold in problem.holds)
+        self._shared = problem.shared
+        # Conditions without a shared one come first.
+        keys = sorted(
+            {(NONE if hold.shared is None else hold.shared, hold.unless, hold.when) for hold in problem.holds}
+        )
+        number = {key: k for k, key in enumerate(keys)}
+        self.conditions: list[Condition] = [(unless, when) for _, unless, when in keys]
+        self.condition_shared = _ints(shared for shared, *_ in keys)
+        self.hold_condition = _ints(
+            number[NONE if hold.shared is None else hold.shared, hold.unless, hold.when] for hold in problem.holds
+        )
         self.hold_start = _ints(min(max(hold.start, 0), self.events) for hold in problem.holds)
         self.hold_stop = _ints(min(max(hold.start, hold.stop, 0), self.events) for hold in problem.holds)
         self.hold_bytes = _ints(hold.size_bytes for hold in problem.holds)
         self.recompute_unit = _ints(recompute.unit for recompute in problem.recomputes)
         self.recompute_at = _ints(recompute.at for recompute in problem.recomputes)
         self.recompute_bytes = _ints(recompute.extra_bytes for recompute in problem.recomputes)
-        self._unless = _Groups([members for unless, _ in self.conditions for members in unless])
-        self._unless_of = _Groups.consecutive([len(unless) for unless, _ in self.conditions])
-        self._when = _Groups([when for _, when in self.conditions])
+        self._own = _Conditions(self.conditions)
+        self._of_shared = _Conditions([(one.unless, one.when) for one in problem.shared])
         self._check()
+        self._containing = Containing(problem.shared)
 
     def _check(self) -> None:
         """Raises ValueError for input that would give wrong results: negative sizes, unknown events or units."""
@@ -62,11 +74,18 @@ class CompiledProblem:
         outside = self.recompute_at[(self.recompute_at < 0) | (self.recompute_at >= self.events)]
         if outside.size:
             raise ValueError(f"a recompute is at event {outside[0]}, outside the events 0..{self.events - 1}")
-        named = np.concatenate((self._unless.members, self._when.members, self.recompute_unit))
+        named = np.concatenate((self._own.units(), self._of_shared.units(), self.recompute_unit))
         if named.size and not 0 <= named.min() <= named.max() < self.unit_count:
             raise ValueError(
                 f"the problem's units are 0..{self.unit_count - 1}, but its holds and recomputes refer to units "
                 f"{named.min()}..{named.max()}"
+            )
+
+        late = [k for k, one in enumerate(self._shared) if one.before is not None and not 0 <= one.before < k]
+        if late or self.condition_shared.max(initial=NONE) >= len(self._shared):
+            raise ValueError(
+                f"the problem has {len(self._shared)} shared conditions, but its holds refer to number "
+                f"{self.condition_shared.max(initial=NONE)}, or one of the conditions to a later one: {late[:3]}"
             )
 
     def chosen(self, units: Collection[int]) -> np.ndarray:
@@ -78,8 +97,18 @@ class CompiledProblem:
     def truth(self, units: Collection[int]) -> np.ndarray:
         """Returns int64[C]: 1 for each of `conditions` that is true with `units` selected, else 0."""
         chosen = self.chosen(units).astype(np.int64)
-        free = self._unless.sums(chosen) == 0
-        return ((self._unless_of.sums(free.astype(np.int64)) > 0) | (self._when.sums(chosen) > 0)).astype(np.int64)
+        return self._with_shared(self._own.truth(chosen), self._of_shared.truth(chosen))
+
+    def _with_shared(self, values: np.ndarray, of_shared: np.ndarray) -> np.ndarray:
+        """Returns the truth values of conditions, given those without the shared conditions in them."""
+        largest = np.append(self._containing.largest(of_shared), np.zeros(1, of_shared.dtype))
+        with_shared: np.ndarray = np.maximum(values, largest[self.condition_shared])
+        return with_shared
+
+    def written_out(self, number: int) -> Condition:
+        """Returns a condition with the units of the shared conditions that it contains."""
+        shared = int(self.condition_shared[number])
+        return self.conditions[number] if shared == NONE else written_out(self.conditions[number], shared, self._shared)
 
     def curve(self, units: Collection[int]) -> np.ndarray:
         """Returns int64[E]: bytes alive at each event with `units` selected, without the extra bytes of recomputes."""
@@ -117,8 +146,7 @@ class CompiledProblem:
 
     def fractional_curve(self, share: np.ndarray) -> np.ndarray:
         """Returns float64[E]: the curve of the linear relaxation if a fraction `share[u]` of unit u is selected."""
-        free = np.maximum(0.0, 1.0 - self._unless.sums(share))
-        truth = np.maximum(self._unless_of.maxima(free), self._when.maxima(share))
+        truth = self._with_shared(self._own.fractions(share), self._of_shared.fractions(share))
         alive_bytes = self.hold_bytes * truth[self.hold_condition]
         change = np.bincount(self.hold_start, alive_bytes, self.events + 1)
         change -= np.bincount(self.hold_stop, alive_bytes, self.events + 1)
@@ -130,6 +158,30 @@ class CompiledProblem:
         total_bytes = np.zeros(len(self.conditions), np.int64)
         np.add.at(total_bytes, self.hold_condition[held], self.hold_bytes[held])
         return total_bytes
+
+
+class _Conditions:
+    """Conditions as flat arrays, without the shared conditions that they contain."""
+
+    def __init__(self, conditions: Sequence[Condition]) -> None:
+        self._unless = _Groups([members for unless, _ in conditions for members in unless])
+        self._unless_of = _Groups.consecutive([len(unless) for unless, _ in conditions])
+        self._when = _Groups([when for _, when in conditions])
+
+    def units(self) -> np.ndarray:
+        """Returns the units of all conditions."""
+        return np.concatenate((self._unless.members, self._when.members))
+
+    def truth(self, chosen: np.ndarray) -> np.ndarray:
+        """Returns int64[conditions]: 1 for each that is true if the units with a 1 in `chosen` are selected."""
+        free = self._unless.sums(chosen) == 0
+        return ((self._unless_of.sums(free.astype(np.int64)) > 0) | (self._when.sums(chosen) > 0)).astype(np.int64)
+
+    def fractions(self, share: np.ndarray) -> np.ndarray:
+        """Returns float64[conditions]: the largest of the literals if a fraction `share[u]` of unit u is selected."""
+        free = np.maximum(0.0, 1.0 - self._unless.sums(share))
+        fractions: np.ndarray = np.maximum(self._unless_of.maxima(free), self._when.maxima(share))
+        return fractions
 
 
 class _Groups:

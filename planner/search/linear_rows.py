@@ -25,8 +25,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from planner.search.curve import CompiledProblem
-from planner.search.presolve import Condition, ReducedProblem
+from planner.search.curve import NONE, CompiledProblem
+from planner.search.presolve import ReducedProblem, normal_form
+from planner.search.shared import Condition
 
 _ROWS_PER_ROUND = 40
 """Maximum number of rows added in one round of the cutting loop."""
@@ -90,9 +91,10 @@ class RowSource:
         If the condition needs a column of its own, it gets one here.
         """
         unless, when = condition
-        if len(unless) == 1 and not when and self._alternatives(unless[0]):
+        is_whole = self.compiled.condition_shared[number] == NONE
+        if is_whole and len(unless) == 1 and not when and self._alternatives(unless[0]):
             return _row(unless[0], [-1] * len(unless[0]), 1)
-        if not unless and self._alternatives(when):
+        if is_whole and not unless and self._alternatives(when):
             return _row(when, [1] * len(when), 0)
         self.column_of[number] = self.column_count
         self.column_count += 1
@@ -177,6 +179,10 @@ class RowSource:
         """Returns the rows that make the column of condition `number` at least as large as each of its literals."""
         if number not in self._links:
             column, (unless, when) = self.column_of[number], self.compiled.conditions[number]
+            if self.compiled.condition_shared[number] != NONE:
+                # All its units are in its rows: with a column for each condition that it contains, layers would differ
+                # in the conditions that they belong to, and could not be folded.
+                unless, when = normal_form(self.compiled.written_out(number), self.reduced.exclusive)
             self._links[number] = (
                 *(_row([column, *members], [-1] * (1 + len(members)), -1) for members in unless),
                 *(_row([column, *clique], [-1] + [1] * len(clique), 0) for clique in self._cliques(when)),

@@ -22,15 +22,26 @@ to 3.4 ms. The part of the presolve that does not depend on the floor is compute
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from planner.search.curve import CompiledProblem
-from planner.search.problem import CheckpointProblem, Hold, Recompute
+from planner.search.curve import NONE, CompiledProblem
+from planner.search.problem import (
+    CheckpointProblem,
+    Hold,
+    Recompute,
+    SharedCondition,
+    exclusive_units,
+    longest_paths,
+)
+from planner.search.shared import Condition, needed
 
-Condition = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
-"""The condition of a hold: its `unless` and its `when`."""
+_ALWAYS: Condition = ((),), ()
+"""The normal form of a condition that is always true."""
+
+_Key = tuple[int, int, Condition, int]
+"""(start, stop, own condition, number of the shared condition or `NONE`) of a hold."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +63,9 @@ class Presolve:
 
     def __init__(self, problem: CheckpointProblem) -> None:
         self._problem = problem
-        self._exclusive = _exclusive(problem)
-        self._fixed_bytes, self._sizes = _normalised(problem, self._exclusive)
+        self._exclusive = exclusive_units(problem.paths, len(problem.cost_ns))
+        self._shared, place_of = _normalised_shared(problem.shared, self._exclusive)
+        self._fixed_bytes, self._sizes = _normalised(problem, self._exclusive, place_of)
         self._recomputes = _largest(problem.recomputes)
         compiled = CompiledProblem(
             dataclasses.replace(
@@ -61,6 +73,7 @@ class Presolve:
                 fixed_bytes=self._fixed_bytes,
                 holds=_holds(self._sizes),
                 recomputes=tuple(self._recomputes),
+                shared=self._shared,
             )
         )
         # The curve with every condition true, and the largest recompute at each event.
@@ -83,13 +96,24 @@ class Presolve:
         # Holds that touch such an event, and the units that can free one of them. Other units stay unselected.
         hot_before = np.concatenate(([0], np.cumsum(hot)))
         sizes = {key: size for key, size in self._sizes.items() if hot_before[key[1]] > hot_before[key[0]]}
-        useful = sorted({unit for (_, _, (unless, _)) in sizes for members in unless for unit in members})
+        places = needed({key[3] for key in sizes if key[3] != NONE}, self._shared)
+        shared = [self._shared[number] for number in places]
+        all_unless = (*(key[2][0] for key in sizes), *(one.unless for one in shared))
+        useful = sorted({unit for unless in all_unless for members in unless for unit in members})
         kept = set(useful)
         return ReducedProblem(
             problem=dataclasses.replace(
                 self._problem,
                 fixed_bytes=self._fixed_bytes,
-                holds=_holds(_without_when(sizes, kept)),
+                holds=_holds(_without_when(sizes, kept, places)),
+                shared=tuple(
+                    SharedCondition(
+                        before=None if one.before is None else places[one.before],
+                        unless=one.unless,
+                        when=tuple(unit for unit in one.when if unit in kept),
+                    )
+                    for one in shared
+                ),
                 recomputes=tuple(
                     r
                     for r in self._recomputes
@@ -103,39 +127,56 @@ class Presolve:
         )
 
 
-def _exclusive(problem: CheckpointProblem) -> tuple[frozenset[int], ...]:
-    """Returns, for each unit, the other units of the paths that contain it."""
-    neighbours: list[set[int]] = [set() for _ in problem.cost_ns]
-    for path in problem.paths:
-        for unit in path:
-            neighbours[unit].update(path)
-    return tuple(frozenset(others - {unit}) for unit, others in enumerate(neighbours))
+def _normalised_shared(
+    shared: Sequence[SharedCondition], exclusive: Sequence[frozenset[int]]
+) -> tuple[tuple[SharedCondition, ...], list[int | None]]:
+    """Returns the shared conditions without those that add nothing to the one before them or are always true.
+
+    Returns also the place of each among them: that of the one before it if it adds nothing, `NONE` if there is none,
+    and None if the condition is always true.
+    """
+    kept: list[SharedCondition] = []
+    place_of: list[int | None] = []
+    for one in shared:
+        before = NONE if one.before is None else place_of[one.before]
+        unless, when = normal_form((one.unless, one.when), exclusive)
+        if before is None or (unless, when) == _ALWAYS:
+            place_of.append(None)
+        elif not unless and not when:
+            place_of.append(before)
+        else:
+            place_of.append(len(kept))
+            kept.append(SharedCondition(before=None if before == NONE else before, unless=unless, when=when))
+    return tuple(kept), place_of
 
 
 def _normalised(
-    problem: CheckpointProblem, exclusive: Sequence[frozenset[int]]
-) -> tuple[np.ndarray, dict[tuple[int, int, Condition], int]]:
+    problem: CheckpointProblem, exclusive: Sequence[frozenset[int]], place_of: Sequence[int | None]
+) -> tuple[np.ndarray, dict[_Key, int]]:
     """Returns the bytes at each event that are alive under every selection, and the size of all other holds.
 
     Holds with the same start, stop and condition are added up.
+
+    Args:
+        place_of: for each shared condition, its place among those in normal form, as `_normalised_shared` gives it.
     """
     events = len(problem.fixed_bytes)
     change = np.zeros(events + 1, np.int64)
-    sizes: dict[tuple[int, int, Condition], int] = {}
+    sizes: dict[_Key, int] = {}
     normal: dict[Condition, Condition] = {}
     for hold in problem.holds:
         start, stop = max(hold.start, 0), min(hold.stop, events)
         raw = (hold.unless, hold.when)
         if raw not in normal:
             normal[raw] = normal_form(raw, exclusive)
-        unless, when = normal[raw]
-        if start >= stop or hold.size_bytes == 0 or (not unless and not when):
+        place = NONE if hold.shared is None else place_of[hold.shared]
+        if start >= stop or hold.size_bytes == 0 or (not any(normal[raw]) and place == NONE):
             continue
-        if unless == ((),):
+        if place is None or normal[raw] == _ALWAYS:
             change[start] += hold.size_bytes
             change[stop] -= hold.size_bytes
         else:
-            key = (start, stop, normal[raw])
+            key = (start, stop, normal[raw], place)
             sizes[key] = sizes.get(key, 0) + hold.size_bytes
     return np.asarray(problem.fixed_bytes, np.int64) + np.cumsum(change[:-1]), sizes
 
@@ -152,28 +193,38 @@ def normal_form(condition: Condition, exclusive: Sequence[frozenset[int]]) -> Co
             kept.append(members)
     for k, members in enumerate(kept):
         if not members or any(all(other <= exclusive[unit] for unit in members) for other in kept[:k]):
-            return ((),), ()
+            return _ALWAYS
     when = {unit for unit in when if not any(members <= exclusive[unit] for members in kept)}
     return tuple(sorted(tuple(sorted(members)) for members in kept)), tuple(sorted(when))
 
 
-def _without_when(
-    sizes: dict[tuple[int, int, Condition], int], kept: set[int]
-) -> dict[tuple[int, int, Condition], int]:
-    """Drops the `when` literals of units that are never selected, and holds that have no other literals."""
-    result: dict[tuple[int, int, Condition], int] = {}
-    for (start, stop, (unless, when)), size_bytes in sizes.items():
-        key = (start, stop, (unless, tuple(unit for unit in when if unit in kept)))
-        if any(key[2]):
+def _without_when(sizes: dict[_Key, int], kept: set[int], places: Mapping[int, int]) -> dict[_Key, int]:
+    """Drops the `when` literals of units that are never selected, and holds that have no other literals.
+
+    Args:
+        places: for each shared condition that is needed, its number in the result.
+    """
+    result: dict[_Key, int] = {}
+    for (start, stop, (unless, when), number), size_bytes in sizes.items():
+        condition = unless, tuple(unit for unit in when if unit in kept)
+        if any(condition) or number != NONE:
+            key = (start, stop, condition, places.get(number, NONE))
             result[key] = result.get(key, 0) + size_bytes
     return result
 
 
-def _holds(sizes: dict[tuple[int, int, Condition], int]) -> tuple[Hold, ...]:
+def _holds(sizes: dict[_Key, int]) -> tuple[Hold, ...]:
     """Returns one hold for each (start, stop, condition) of `sizes`, in a fixed order."""
     return tuple(
-        Hold(size_bytes=size_bytes, start=start, stop=stop, unless=unless, when=when)
-        for (start, stop, (unless, when)), size_bytes in sorted(sizes.items())
+        Hold(
+            size_bytes=size_bytes,
+            start=start,
+            stop=stop,
+            unless=unless,
+            when=when,
+            shared=None if number == NONE else number,
+        )
+        for (start, stop, (unless, when), number), size_bytes in sorted(sizes.items())
     )
 
 
@@ -190,11 +241,4 @@ def _largest(recomputes: Iterable[Recompute]) -> list[Recompute]:
 
 def _longest(paths: Iterable[Sequence[int]], kept: set[int]) -> tuple[tuple[int, ...], ...]:
     """Returns the paths restricted to `kept` units, without paths that another path contains or that have one unit."""
-    longest: list[frozenset[int]] = []
-    of_unit: dict[int, list[frozenset[int]]] = {}
-    for path in sorted({frozenset(kept.intersection(path)) for path in paths}, key=lambda p: (-len(p), sorted(p))):
-        if len(path) > 1 and not any(path <= longer for longer in of_unit.get(min(path), [])):
-            longest.append(path)
-            for unit in path:
-                of_unit.setdefault(unit, []).append(path)
-    return tuple(sorted(tuple(sorted(path)) for path in longest))
+    return tuple(sorted(longest_paths(tuple(sorted(kept.intersection(path))) for path in paths)))

@@ -8,6 +8,8 @@ condition (`Hold`), and those that a recompute adds at one event (`Recompute`).
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -17,12 +19,30 @@ class Hold:
     """Bytes whose life depends on the selection: they are alive at events start <= e < stop if ANY of these is true:
 
     - some set in `unless` contains no selected unit (so an empty set makes the condition always true),
-    - some unit in `when` is selected.
+    - some unit in `when` is selected,
+    - the shared condition number `shared` is true.
     """
 
     size_bytes: int
     start: int
     stop: int
+    unless: tuple[tuple[int, ...], ...]
+    when: tuple[int, ...]
+    shared: int | None = None
+    """Index into `CheckpointProblem.shared`; None if there is no such condition."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedCondition:
+    """A condition that many holds and other shared conditions contain.
+
+    It is true if a set in `unless` contains no selected unit, if a unit in `when` is selected, or if the condition
+    `before` is true. A storage that every layer uses is held in each layer on the condition of the layer before it, or
+    on one of its own. So all its conditions together take no more memory than those of the last layer.
+    """
+
+    before: int | None
+    """Index into `CheckpointProblem.shared` of an earlier condition; None if there is none."""
     unless: tuple[tuple[int, ...], ...]
     when: tuple[int, ...]
 
@@ -50,6 +70,8 @@ class CheckpointProblem:
     """Nanoseconds to recompute each unit in all its calls. The length of the tuple is the number of units."""
     paths: tuple[tuple[int, ...], ...]
     """Sets of units of which at most one may be selected: a unit and the units that it is nested in."""
+    shared: tuple[SharedCondition, ...] = ()
+    """Conditions that several holds contain. Each comes after the one that it contains."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,3 +89,30 @@ class Selection:
     """Relative distance between `cost_ns` (or the peak, if the peak was minimized) and its proven lower bound."""
     seconds: float
     """Wall-clock time of the search in seconds."""
+
+
+def exclusive_units(paths: Sequence[Sequence[int]], count: int) -> tuple[frozenset[int], ...]:
+    """Returns, for each of `count` units, the units that may not be selected together with it."""
+    neighbours: list[set[int]] = [set() for _ in range(count)]
+    for path in paths:
+        for unit in path:
+            neighbours[unit].update(path)
+    return tuple(frozenset(others - {unit}) for unit, others in enumerate(neighbours))
+
+
+def longest_paths(paths: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Returns the paths of two units or more that no other path contains, the longest first.
+
+    Args:
+        paths: each has its units in ascending order.
+    """
+    longest: list[tuple[int, ...]] = []
+    of_unit: dict[int, list[frozenset[int]]] = defaultdict(list)
+    for path in sorted(set(paths), key=lambda path: (-len(path), path)):
+        # A unit of the model is in the paths of all layers: the unit that is in the fewest shows what contains a path.
+        if len(path) > 1 and not any(longer.issuperset(path) for longer in min((of_unit[u] for u in path), key=len)):
+            longest.append(path)
+            units = frozenset(path)
+            for unit in path:
+                of_unit[unit].append(units)
+    return longest

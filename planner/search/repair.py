@@ -69,7 +69,7 @@ def _moves(compiled: CompiledProblem, reduced: ReducedProblem, current: frozense
     held_bytes = compiled.condition_bytes(event)
     freed_bytes = np.zeros(compiled.unit_count, np.int64)
     for number in np.flatnonzero(held_bytes).tolist():
-        unless, when = compiled.conditions[number]
+        unless, when = compiled.written_out(number)
         for members in unless:
             if not current.intersection(members):
                 freed_bytes[list(members)] += held_bytes[number]

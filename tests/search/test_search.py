@@ -20,7 +20,8 @@ from planner.search.cutting_loop import CuttingLoop
 from planner.search.integer_program import Program, solver_of
 from planner.search.linear_rows import Row, RowKey, RowSource, cover
 from planner.search.presolve import Presolve, normal_form
-from planner.search.problem import CheckpointProblem, Hold, Recompute
+from planner.search.problem import CheckpointProblem, Hold, Recompute, SharedCondition
+from planner.search.shared import written_out
 from planner.search.symmetry import fold
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_torch]
@@ -73,6 +74,41 @@ def random_problem(rng: random.Random) -> CheckpointProblem:
         cost_ns=tuple(rng.choice([0, 1, 2, 3, 5, 1000, 10**9]) for _ in range(count)),
         paths=paths,
     )
+
+
+def with_shared_conditions(rng: random.Random, problem: CheckpointProblem) -> CheckpointProblem:
+    """Adds conditions that contain earlier ones, and makes some of the holds depend on them, too."""
+    count = len(problem.cost_ns)
+    shared: list[SharedCondition] = []
+    for number in range(rng.randint(1, 6)):
+        members = tuple(sorted(rng.sample(range(count), rng.randint(int(rng.random() < 0.95), count))))
+        shared.append(
+            SharedCondition(
+                before=rng.choice([None, number - 1, rng.randrange(number)]) if number else None,
+                unless=(members,) if rng.random() < 0.5 else (),
+                when=tuple(sorted(rng.sample(range(count), rng.randint(0, min(2, count))))),
+            )
+        )
+    holds = tuple(
+        dataclasses.replace(
+            hold,
+            shared=rng.randrange(len(shared)),
+            unless=rng.choice([(), hold.unless]),
+            when=rng.choice([(), hold.when]),
+        )
+        if rng.random() < 0.6
+        else hold
+        for hold in problem.holds
+    )
+    return dataclasses.replace(problem, holds=holds, shared=tuple(shared))
+
+
+def with_conditions_written_out(problem: CheckpointProblem) -> CheckpointProblem:
+    holds = []
+    for hold in problem.holds:
+        unless, when = written_out((hold.unless, hold.when), hold.shared, problem.shared)
+        holds.append(dataclasses.replace(hold, unless=unless, when=when, shared=None))
+    return dataclasses.replace(problem, holds=tuple(holds), shared=())
 
 
 def layered_problem(rng: random.Random) -> CheckpointProblem:
@@ -152,6 +188,38 @@ def test_layers_that_share_a_tensor_are_solved_like_others(block: int) -> None:
         assert_same_as_brute(dataclasses.replace(problem, holds=(*problem.holds, shared)), rng)
 
 
+@pytest.mark.parametrize("block", range(6))
+@pytest.mark.thorough_after(1)
+def test_conditions_that_contain_others_are_solved_like_written_out_ones(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        rng = random.Random(seed)
+        problem = with_shared_conditions(rng, rng.choice([random_problem, layered_problem])(rng))
+        assert_same_as_brute(problem, rng)
+        same = with_conditions_written_out(problem)
+        for selection in brute.every_selection(problem):
+            assert brute.peak(same, selection.units) == selection.peak_bytes
+            assert curve.peak(problem, selection.units) == selection.peak_bytes
+
+
+def test_a_condition_that_contains_others_has_the_rows_of_a_written_out_one() -> None:
+    """Otherwise layers would differ in the conditions that they belong to, and could not be folded into one."""
+    shared = [SharedCondition(before=k - 1 if k else None, unless=(), when=(2 * k, 2 * k + 1)) for k in range(4)]
+    problem = CheckpointProblem(
+        fixed_bytes=np.zeros(1, np.int64),
+        holds=(
+            Hold(size_bytes=1, start=0, stop=1, unless=(), when=(), shared=3),
+            *(Hold(size_bytes=9, start=0, stop=1, unless=((unit,),), when=()) for unit in range(8)),
+        ),
+        recomputes=(),
+        cost_ns=(1,) * 8,
+        paths=tuple((2 * k, 2 * k + 1) for k in range(4)),
+        shared=tuple(shared),
+    )
+    sources = [RowSource(Presolve(p).above(0)) for p in (problem, with_conditions_written_out(problem))]
+    rows = [[row.columns.tolist() for row in source.links(*source.column_of)] for source in sources]
+    assert rows[0] == rows[1] == [[8, 2 * k, 2 * k + 1] for k in range(4)]
+
+
 @pytest.mark.thorough_after(3)
 @pytest.mark.parametrize("block", range(8))
 def test_a_tolerance_is_kept_and_the_gap_stays_honest(block: int) -> None:
@@ -209,6 +277,7 @@ def test_the_smallest_peak_is_found_to_within_its_tolerances(block: int) -> None
 def test_the_compiled_curve_is_the_curve_of_the_definitions(seed: int) -> None:
     rng = random.Random(seed)
     problem = random_problem(rng)
+    problem = with_shared_conditions(rng, problem) if seed % 2 else problem
     units = [unit for unit in range(len(problem.cost_ns)) if rng.random() < 0.4]
     evaluated = curve.evaluate(problem, units)
     assert evaluated.dtype == np.int64
@@ -224,13 +293,14 @@ def test_the_normal_form_of_a_condition_means_the_same(seed: int) -> None:
     for hold, selection in itertools.product(problem.holds, brute.every_selection(problem)):
         unless, when = normal_form((hold.unless, hold.when), exclusive)
         normal = dataclasses.replace(hold, unless=unless, when=when)
-        assert brute.alive(normal, selection.units) == brute.alive(hold, selection.units)
+        assert brute.alive(problem, normal, selection.units) == brute.alive(problem, hold, selection.units)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_reduced_problem_has_the_same_curve_above_the_floor(seed: int) -> None:
     rng = random.Random(seed)
     problem = random_problem(rng)
+    problem = with_shared_conditions(rng, problem) if seed % 2 else problem
     floor_bytes = rng.choice(budgets(rng, problem))
     reduced = Presolve(problem).above(floor_bytes)
     for selection in brute.every_selection(problem):
@@ -355,6 +425,9 @@ def test_without_time_nothing_is_called_impossible() -> None:
         ({"cost_ns": (2, -3)}, "unit 1 costs -3 ns"),
         ({"recomputes": (Recompute(unit=0, at=3, extra_bytes=1),)}, "outside the events 0..2"),
         ({"recomputes": (Recompute(unit=2, at=0, extra_bytes=1),)}, "units are 0..1"),
+        ({"holds": (Hold(size_bytes=1, start=0, stop=1, unless=(), when=(), shared=0),)}, "0 shared conditions"),
+        ({"shared": (SharedCondition(before=0, unless=(), when=()),)}, "to a later one"),
+        ({"shared": (SharedCondition(before=None, unless=(), when=(2,)),)}, "units are 0..1"),
         ({"holds": (Hold(size_bytes=-1, start=0, stop=1, unless=(), when=(0,)),)}, "hold 0 has -1 bytes"),
     ],
 )
