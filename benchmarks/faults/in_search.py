@@ -66,8 +66,8 @@ FAULTS = (
     Fault(
         name="units-of-nested-modules-together",
         path="planner/recompute/units.py",
-        old="    return tuple(path for path in longest if len(path) > 1)",
-        new="    return tuple(path for path in longest if len(path) > 2)",
+        old="    return tuple(longest_paths(paths))",
+        new="    return tuple(path for path in longest_paths(paths) if len(path) > 2)",
         tests=(
             "tests/system/test_square.py"
             "::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step"
@@ -109,6 +109,46 @@ FAULTS = (
         new="        if not any(smaller & members for smaller in kept):",
         tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
         why="a unit dominates others that it does not contain",
+    ),
+    Fault(
+        name="conditions-end-too-early",
+        path="planner/recompute/conditions.py",
+        old="        return [unit for unit in one if rest <= self._exclusive[unit]]",
+        new="        return [unit for unit in one if rest & self._exclusive[unit]]",
+        tests=("tests/recompute/test_conditions.py::test_a_storage_is_held_for_any_of_its_reasons",),
+        why="a storage is not promised that a selected unit holds, because another unit excludes that unit",
+    ),
+    Fault(
+        name="conditions-come-back-otherwise",
+        path="planner/recompute/conditions.py",
+        old="(reason for reason in popped if reason not in changes.removed)",
+        new="()",
+        tests=("tests/recompute/test_conditions.py::test_a_storage_is_held_for_any_of_its_reasons",),
+        why="when a reason to hold a storage ends, reasons that began after it end too",
+    ),
+    Fault(
+        name="search-forgets-conditions-in-conditions",
+        path="planner/search/curve.py",
+        old="np.append(self._containing.largest(of_shared), np.zeros(1, of_shared.dtype))",
+        new="np.append(of_shared, np.zeros(1, of_shared.dtype))",
+        tests=("tests/search/test_search.py::test_the_compiled_curve_is_the_curve_of_the_definitions",),
+        why="a storage that all layers use is held for the last layer only",
+    ),
+    Fault(
+        name="search-frees-nothing-that-layers-share",
+        path="planner/search/presolve.py",
+        old="*(one.unless for one in shared))",
+        new=")",
+        tests=("tests/search/test_search.py::test_conditions_that_contain_others_are_solved_like_written_out_ones[0]",),
+        why="units that free only a storage of several layers are never selected",
+    ),
+    Fault(
+        name="search-does-not-fold-layers-that-share",
+        path="planner/search/linear_rows.py",
+        old="            if self.compiled.condition_shared[number] != NONE:",
+        new="            if self.compiled.condition_shared[number] > len(self.column_of):",
+        tests=("tests/search/test_search.py::test_a_condition_that_contains_others_has_the_rows_of_a_written_out_one",),
+        why="the rows of a condition lack the units of the conditions in it",
     ),
     Fault(
         name="search-smallest-recompute",

@@ -35,6 +35,9 @@ _COARSE_GAP = 0.01
 An exact optimum would be wasted then: it would probably change with the rows that are still missing.
 """
 
+_MANY_COLUMNS = 5000
+"""Programs with more columns are folded for the linear relaxation, too. For others its time hardly matters."""
+
 _SHARE_OF_TIME = 0.9
 """Maximum fraction of the remaining time for one run of the solver; the rest is for unfolding and checking."""
 
@@ -102,6 +105,8 @@ class CuttingLoop:
         Returns:
             A lower bound of the objective of all selections that fit; inf if it is proven that no selection fits.
         """
+        if self.source.column_count > _MANY_COLUMNS:
+            return self._relax_folded(objective)
         solver, known, bound = solver_of(self._program(objective)), dict[RowKey, Row](), 0.0
         while self.left_seconds > 0:
             self.effort.rounds += 1
@@ -118,6 +123,28 @@ class CuttingLoop:
                 break
             solver.add(self.source.rows(new, self.budget_bytes))
             known.update((key, self.source.row(key, self.budget_bytes)[0]) for key in new)
+        return bound
+
+    def _relax_folded(self, objective: np.ndarray) -> float:
+        """Does the same for many layers. In some optimum of a linear program, equal columns have equal values."""
+        bound, tight = 0.0, list[RowKey]()
+        while self.left_seconds > 0:
+            folded = fold(self._program(objective))
+            self.effort.rounds += 1
+            outcome = solver_of(folded.program).relax(time_limit_seconds=self.left_seconds)
+            if outcome.infeasible:
+                return math.inf
+            bound = max(bound, outcome.bound - outcome.tolerance)
+            if outcome.values is None:
+                break
+            share = (outcome.values / folded.sizes)[folded.class_of]
+            self.rounded = self._chosen(share)
+            tight = [key for key in self.core if _is_tight(self.source.row(key, self.budget_bytes)[0], share)]
+            new = self._violated(share, self.budget_bytes * (1 + 1e-9), self.core)
+            if not new or not outcome.complete:
+                break
+            self.core += new
+        self.core = tight
         return bound
 
     def run(
@@ -369,8 +396,5 @@ def _cutoff(objective: np.ndarray, below: int | None) -> float:
 
 
 def _resolution(objective: np.ndarray, bound: float) -> float:
-    """Returns the smallest difference of objectives that counts.
-
-    Smaller differences are impossible for integer costs, or beyond the precision of doubles.
-    """
+    """Returns the smallest difference of objectives that counts: costs are integers, and bounds are doubles."""
     return max(0.5 * int(np.gcd.reduce(objective)), 1e-9 * bound, 1e-9)

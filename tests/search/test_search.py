@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlannerError
-from planner.search import brute, curve, milp
+from planner.search import brute, curve, cutting_loop, milp
 from planner.search.cutting_loop import CuttingLoop
 from planner.search.integer_program import Program, solver_of
 from planner.search.linear_rows import Row, RowKey, RowSource, cover
@@ -170,6 +170,14 @@ def test_symmetry_changes_the_effort_and_not_the_answer(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
         rng = random.Random(seed)
         assert_same_as_brute(layered_problem(rng), rng)
+
+
+def test_a_folded_relaxation_leads_to_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is folded for programs of many layers only, since small ones are solved at once."""
+    monkeypatch.setattr(cutting_loop, "_MANY_COLUMNS", 0)
+    for seed in range(12):
+        rng = random.Random(seed)
+        assert_same_as_brute(rng.choice([random_problem, layered_problem])(rng), rng)
 
 
 @pytest.mark.thorough_after(2)
