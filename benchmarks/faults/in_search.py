@@ -145,8 +145,8 @@ FAULTS = (
     Fault(
         name="search-does-not-fold-layers-that-share",
         path="planner/search/linear_rows.py",
-        old="            if self.compiled.condition_shared[number] != NONE:",
-        new="            if self.compiled.condition_shared[number] > len(self.column_of):",
+        old="                unless, when = normal_form(self.compiled.written_out(number), self.reduced.exclusive)",
+        new="                unless, when = normal_form((unless, when), self.reduced.exclusive)",
         tests=("tests/search/test_search.py::test_a_condition_that_contains_others_has_the_rows_of_a_written_out_one",),
         why="the rows of a condition lack the units of the conditions in it",
     ),
