@@ -65,7 +65,9 @@ class Certificates:
 
         Nothing is started while a rehearsal that was begun is running: it would only take longer.
         """
-        if self._begun or decisions in self._cached or (self._ahead is not None and self._ahead[0] == decisions):
+        is_known = decisions in self._cached or decisions in self._begun
+        is_ahead = self._ahead is not None and self._ahead[0] == decisions
+        if is_known or is_ahead or not all(child.is_ready for child in self._begun.values()):
             return
         self.forget()
         self._ahead = decisions, self._start(decisions)

@@ -97,6 +97,8 @@ class _Kept:
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
 
+    is_ready = True
+
     def result(self) -> StepGraph:
         return self._graph
 
@@ -116,6 +118,10 @@ class _Keeping:
 
     def end(self) -> None:
         self._running.end()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._running.is_ready
 
 
 def _read(path: pathlib.Path) -> StepGraph | None:

@@ -97,6 +97,11 @@ class NewProcess:
         finally:
             self.end()
 
+    @property
+    def is_ready(self) -> bool:
+        """True if the process has sent a message that nobody has read: its result, or the end of its output."""
+        return not self._messages.empty()
+
     def end(self) -> None:
         """Ends the process, and those that it has forked."""
         if hasattr(os, "killpg"):

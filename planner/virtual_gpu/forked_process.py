@@ -45,6 +45,10 @@ class Running(Protocol):
     def end(self) -> None:
         """Stops, and discards the value."""
 
+    @property
+    def is_ready(self) -> bool:
+        """True if the value is known, so that nothing is computed any more."""
+
 
 class BackwardInForkError(RehearsalProcessError):
     """PyTorch refuses a backward in a forked process, because a backward has run in its parent."""
@@ -80,6 +84,11 @@ class Child:
     def end(self) -> None:
         """Stops the child and discards its answer."""
         self._process.end()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the child has computed its answer, and waits for `result` or has ended."""
+        return self._process.is_ready
 
     def result(self) -> Any:
         """Waits for the child, and returns `receive(value)` of the value that the child has computed.
@@ -134,6 +143,10 @@ class _Fork:
             os.kill(self._pid, signal.SIGKILL)
         os.close(self._reader)
         self._status()
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(select.select([self._reader], [], [], 0)[0])
 
     def _status(self) -> int | None:
         """Waits for the end of the process. Returns its status, as `os.waitpid` does; None if the system dropped it.

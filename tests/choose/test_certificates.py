@@ -23,7 +23,7 @@ class Rehearsing:
 
     def __init__(self, decisions: tuple[Decision, ...], ops: int) -> None:
         self.decisions, self.ops = decisions, ops
-        self.ended = False
+        self.ended = self.is_ready = False
 
     def result(self):
         assert not self.ended
@@ -84,6 +84,13 @@ def test_what_was_begun_runs_on_until_it_is_asked_for(begun):
     made.begin(BF16)
     made.begin(BF16)
     made.foresee(FP16)  # is not started while others are running
+    assert len(begun) == 2
+    for child in begun:
+        child.is_ready = True
+    made.foresee(BF16)  # was begun
+    assert len(begun) == 2
+    made.foresee(FP16)
+    assert begun.pop().decisions == FP16
     made.forget()
     assert made.of(()).decisions == () and made.of(BF16).decisions == BF16
     made.begin(BF16)

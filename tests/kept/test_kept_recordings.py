@@ -196,6 +196,8 @@ class Child:
 
     def end(self) -> None: ...
 
+    is_ready = True
+
 
 class Attack:
     def __reduce__(self):
