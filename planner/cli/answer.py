@@ -86,7 +86,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         optimizer=optimizer,
         gradients_alive=options.gradients_alive,
         arguments=options.arguments,
-        by_sample=names(options.by_sample) if options.by_sample else None,
+        by_sample=names([options.by_sample]) if options.by_sample else None,
         answers=Answers(values=dict(map(parse_answer, options.value)), worst_case=not options.batch_values),
         input_shapes=None if options.input_shapes is None else read_shapes(options.input_shapes),
         keep=not (options.no_cache or options.between or options.parallelize),

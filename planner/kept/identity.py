@@ -20,14 +20,18 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 
 from planner.profiles.device import DeviceProfile
 from planner.workload.workload import Workload, described, tensors_of
 
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "numpy", "kernels", "flash_attn", "triton")
+_LIBRARIES = (
+    *("torch", "transformers", "peft", "accelerate", "bitsandbytes"),
+    *("numpy", "kernels", "flash_attn", "triton", "torchvision", "timm"),
+)
 """Libraries that a step of a transformers model may run."""
 _VARIABLES = re.compile(
     "(ACCELERATE|BITSANDBYTES|BNB|CUBLAS|CUDA|CUDNN|HF|KMP|MKL|NCCL|NVIDIA|OMP|PEFT|PLANNER|PYTHON|PYTORCH|TORCH"
@@ -38,6 +42,10 @@ _COVERED = {"model", "batch", "made_from", "reference", "notes", "is_by_sample_s
 """Fields of `Workload` that do not enter by their values: the data covers them, or they change no recording."""
 _NOT_MADE_FROM_DATA = ("loss_fn", "step", "parallelize", "program", "stream")
 """Fields of `Workload` that are None in a workload that the planner has made from data."""
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""Attributes of modules that have lines of their own."""
 
 
 def identity(workload: Workload, card: DeviceProfile) -> str | None:
@@ -79,21 +87,29 @@ def _versions() -> dict[str, str] | None:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if '"editable": true' in (distribution.read_text("direct_url.json") or ""):
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable"):
             return None
         versions[name] = distribution.version
     return versions
 
 
 def _files(model: torch.nn.Module) -> Iterator[tuple[str, int, int]]:
-    """Yields path, size and time of change of the planner's files, and of those in which the model's classes are."""
-    names = {type(module).__module__ for module in model.modules()}
+    """Yields path, size and time of change of the planner's files, and of those that the model's classes come from.
+
+    These are the files of the classes and of their bases, the other files of their folders, and the folders with the
+    functions that models of transformers share.
+    """
+    names = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
     files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
-    sources = {file for file in files if file is not None}
+    folders = {pathlib.Path(file).parent for file in files if file is not None}
+    roots = {root for folder in folders for root in (folder, *folder.parents) if root.name in ("transformers", "peft")}
+    folders |= {root / name for root in roots for name in ("", "integrations", "loss", "utils")}
     own = pathlib.Path(__file__).resolve().parents[1]
+    sources = {path for folder in folders for path in folder.glob("*.py")}
     for folder in {own, (own / "rewrite").resolve(), (own / "profiles").resolve()}:  # two are links in a checkout
-        sources.update(str(path) for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".json", ".csv"))
-    for source in sorted(sources):
+        sources.update(path for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".json", ".csv"))
+    for source in sorted(map(str, sources)):
         yield source, *_size_and_time(source)
 
 
@@ -103,14 +119,36 @@ def _size_and_time(source: str) -> tuple[int, int]:
 
 
 def _structure(model: torch.nn.Module) -> Iterator[str]:
-    """Yields a line for each config, module, parameter and buffer of a model."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    for config in configs.values():
-        yield f"{config} {getattr(config, '_attn_implementation', None)}"
+    """Yields a line for each module with its attributes, and for each parameter and buffer of a model."""
+    seen: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
-        checkpoints = getattr(module, "gradient_checkpointing", None)
-        yield f"{name} {type(module).__module__}.{type(module).__qualname__} {module.training} {checkpoints}"
+        own = {key: value for key, value in vars(module).items() if key not in _REGISTRIES}
+        yield f"{name} {type(module).__module__}.{type(module).__qualname__} {_attributes(own, seen)}"
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield f"{name} {type(parameter).__name__} {list(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield f"{name} {list(buffer.shape)} {buffer.dtype}"
+
+
+def _attributes(value: Any, seen: set[int]) -> str:
+    """Returns a text of a value and its parts; of an object that was met before, only its class."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)):
+        return repr(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, torch.Tensor):
+        return f"{kind} {list(value.shape)} {value.dtype}"
+    if id(value) in seen or isinstance(value, torch.nn.Module):
+        return kind
+    if isinstance(value, (Mapping, Sequence, Set)):
+        items = (
+            value.items()
+            if isinstance(value, Mapping)
+            else sorted(value, key=repr)
+            if isinstance(value, Set)
+            else value
+        )
+        return f"{kind} {[_attributes(part, seen) for part in items]}"
+    seen.add(id(value))
+    if hasattr(value, "__qualname__"):  # a function or a class
+        return f"{kind} {value.__module__}.{value.__qualname__}"
+    return f"{kind} {_attributes(getattr(value, '__dict__', {}), seen)}"

@@ -1,30 +1,30 @@
 """The recordings of one workload, made in child processes or read from the cache folder.
 
-The folder is `torch-planner/recordings` in XDG_CACHE_HOME, or in ~/.cache. A file is a compressed pickle. It is read
-with an unpickler that knows only the classes of a recording, so that a file can do nothing but fill in their fields. A
-file that is damaged or too large is ignored, and the step is recorded again.
+The folder is `torch-planner/recordings` in XDG_CACHE_HOME, or in ~/.cache. A file is compressed MessagePack, which is
+plain data, and the types of its fields are checked when it is read. A file that is damaged, too large or of another
+question is ignored, and the step is recorded again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
-import io
 import os
 import pathlib
-import pickle
 import zlib
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from planner.errors import PlanFileError
 from planner.files import cache, reading
 from planner.files.writing import write_atomically
 from planner.kept.identity import identity
-from planner.plan_types.categories import Category
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.recording.step_graph import Call, Collective, Op, Phase, Save, Schedule, StepGraph, Storage
+from planner.recording.step_graph import StepGraph
 from planner.virtual_gpu.forked_process import Running
 from planner.workload.workload import Workload
 from planner.workspaces.registry import CudnnSettings, KernelCall, Layout
@@ -36,23 +36,30 @@ _MOST_BYTES = 512 << 20
 _MOST_FILE_BYTES = 64 << 20
 """Maximum size of a file."""
 _MOST_UNPACKED_BYTES = 1 << 30
-"""Maximum size of a recording in memory, as a pickle."""
-_CLASSES: dict[tuple[str, str], type] = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (
-        Call, Category, Collective, CudnnSettings, KernelCall, Layout, Op, Phase, Save, Schedule, StepGraph, Storage,
-    )
-}  # fmt: skip
-"""The classes of which a recording consists."""
+"""Maximum size of a file in bytes, decompressed."""
+_SUFFIX = ".recording"
 
 
-class _Unpickler(pickle.Unpickler):
-    """An unpickler for recordings, which refuses any other class or function."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """The call of a kernel (`KernelCall`), with its arguments as plain data."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _CLASSES:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong to a recording")
-        return _CLASSES[module, name]
+    op: int
+    """Index of the op in the recording."""
+    arguments: dict[str, Any]
+    outputs: tuple[Layout, ...]
+    settings: CudnnSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Content:
+    """The content of a file."""
+
+    name: str
+    """Name of the file, which stands for the question."""
+    graph: StepGraph
+    """The recording, without the calls of kernels."""
+    calls: list[_Call]
 
 
 class KeptRecordings:
@@ -83,7 +90,7 @@ class KeptRecordings:
         if self._folder is None:
             return start()
         name = hashlib.sha256(repr((self._identity, question)).encode()).hexdigest()[:40]
-        path = self._folder / f"{name}.recording"
+        path = self._folder / f"{name}{_SUFFIX}"
         graph = _read(path)
         if graph is None:
             return _Keeping(start(), path)
@@ -125,24 +132,68 @@ class _Keeping:
 
 
 def _read(path: pathlib.Path) -> StepGraph | None:
-    """Returns the recording in a file; None if there is none, or if the file is damaged."""
+    """Returns the recording in a file; None if there is none, or if the file is damaged or of another question."""
     try:
         unpacking = zlib.decompressobj()
         data = unpacking.decompress(reading.content(path, most_bytes=_MOST_FILE_BYTES), _MOST_UNPACKED_BYTES)
         if not unpacking.eof:
             return None
-        graph = _Unpickler(io.BytesIO(data)).load()
+        content = msgspec.msgpack.decode(data, type=_Content)
+        if content.name != path.name:
+            return None
+        for call in content.calls:
+            arguments = {name: _from_plain(value) for name, value in call.arguments.items()}
+            content.graph.ops[call.op].kernel = KernelCall(arguments, call.outputs, call.settings)
         os.utime(path)  # it was used
-    except Exception:  # Damaged bytes can make an unpickler raise anything.
+    except (OSError, ValueError, LookupError, TypeError, zlib.error, RecursionError, MemoryError):
         return None
-    return graph if isinstance(graph, StepGraph) else None
+    return content.graph
 
 
 def _write(path: pathlib.Path, graph: StepGraph) -> None:
-    data = zlib.compress(pickle.dumps(graph, protocol=5), level=1)
+    try:
+        packed = msgspec.msgpack.encode(_content(path.name, graph))
+    except (TypeError, OverflowError):  # an argument of a kernel is not plain data: such a recording is not kept
+        return
+    data = zlib.compress(packed, level=1)
     if len(data) > _MOST_FILE_BYTES:
         return
     # If the disk is full, or another process removed a file, this process still has the recording.
     with contextlib.suppress(PlanFileError, OSError):
         write_atomically(path, data)
-        cache.drop_oldest(path.parent, most_bytes=_MOST_BYTES)
+        cache.drop_oldest(path.parent, _SUFFIX, most_bytes=_MOST_BYTES)
+
+
+def _content(name: str, graph: StepGraph) -> _Content:
+    """Returns the content of the file with this name. Raises `TypeError` if an argument of a kernel cannot be kept."""
+    ops, calls = list(graph.ops), []
+    for index, op in enumerate(ops):
+        if (call := op.kernel) is not None:
+            arguments = {argument: _to_plain(value) for argument, value in call.arguments.items()}
+            calls.append(_Call(op=index, arguments=arguments, outputs=call.outputs, settings=call.settings))
+            ops[index] = dataclasses.replace(op, kernel=None)
+    return _Content(name=name, graph=dataclasses.replace(graph, ops=ops), calls=calls)
+
+
+def _to_plain(value: Any) -> Any:
+    """Returns an argument of a kernel as plain data: a sequence gets its type as its first item."""
+    if isinstance(value, (tuple, list)):
+        return [type(value).__name__, *map(_to_plain, value)]
+    if isinstance(value, Layout):
+        return ["Layout", value.shape, value.stride, value.itemsize, value.dtype]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"an argument of type {type(value).__name__} cannot be kept")
+
+
+def _from_plain(value: Any) -> Any:
+    """Returns the argument of a kernel of which `_to_plain` made this. Raises `ValueError` for other data."""
+    if not isinstance(value, list):
+        return value
+    kind, *parts = value
+    if kind == "Layout":
+        return msgspec.convert(dict(zip(("shape", "stride", "itemsize", "dtype"), parts, strict=True)), Layout)
+    if kind not in ("tuple", "list"):
+        raise ValueError(f"{kind!r} is not the type of a sequence")
+    found = map(_from_plain, parts)
+    return tuple(found) if kind == "tuple" else list(found)

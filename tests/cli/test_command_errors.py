@@ -462,3 +462,15 @@ def test_an_option_with_an_empty_value_is_refused(option, value, folder, capsys)
 def test_a_folder_is_no_output_file(option, path, folder, capsys):
     assert main(["net.py:build", option, path, "--tradeoff"]) == 2
     assert "cannot be written: it is a folder; name a file in it" in capsys.readouterr().err
+
+
+def test_names_of_tensors_are_divided_at_commas(monkeypatch, capsys):
+    given = {}
+
+    def load(reference, **settings):
+        given.update(settings)
+        raise WorkloadError("enough")
+
+    monkeypatch.setattr("planner.cli.answer.load_workload", load)
+    assert main(["config.json", "--vram", "1GiB", "--by-sample", "input_ids, labels"]) == 2
+    assert given["by_sample"] == ("input_ids", "labels")

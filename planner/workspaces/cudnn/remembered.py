@@ -69,5 +69,5 @@ class Remembered:
             # If the disk is full, or another process removed the file, this process still has the answers.
             with contextlib.suppress(PlanFileError, OSError):
                 write_atomically(self.folder / self.name, "\n".join(lines) + "\n")
-                cache.drop_oldest(self.folder, most_files=_MOST_FILES)
+                cache.drop_oldest(self.folder, ".sizes", most_files=_MOST_FILES)
         return result
