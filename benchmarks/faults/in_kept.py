@@ -59,7 +59,7 @@ FAULTS = (
     Fault(
         name="kept-for-other-attributes-of-modules",
         path="planner/kept/identity.py",
-        old=" {_attributes(own, seen)}",
+        old=" {attributes}",
         new="",
         tests=(_DEPENDS,),
         why="a recording is used for a config or an adapter that runs other ops with the same parameters",

@@ -46,6 +46,8 @@ _NOT_MADE_FROM_DATA = ("loss_fn", "step", "parallelize", "program", "stream")
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 """Attributes of modules that have lines of their own."""
+_OF_PROCESS = ("_original_object_hash",)
+"""Attributes that differ from process to process, and on which no op depends."""
 
 
 def identity(workload: Workload, card: DeviceProfile) -> str | None:
@@ -122,16 +124,16 @@ def _structure(model: torch.nn.Module) -> Iterator[str]:
     """Yields a line for each module with its attributes, and for each parameter and buffer of a model."""
     seen: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
-        own = {key: value for key, value in vars(module).items() if key not in _REGISTRIES}
-        yield f"{name} {type(module).__module__}.{type(module).__qualname__} {_attributes(own, seen)}"
+        attributes = [f"{key}={_text(value, seen)}" for key, value in vars(module).items() if key not in _REGISTRIES]
+        yield f"{name} {type(module).__module__}.{type(module).__qualname__} {attributes}"
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield f"{name} {type(parameter).__name__} {list(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield f"{name} {list(buffer.shape)} {buffer.dtype}"
 
 
-def _attributes(value: Any, seen: set[int]) -> str:
-    """Returns a text of a value and its parts; of an object that was met before, only its class."""
+def _text(value: Any, seen: set[int]) -> str:
+    """Returns a text of a value and its parts; of an object in `seen`, which receives all objects, only its class."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)):
         return repr(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -139,16 +141,11 @@ def _attributes(value: Any, seen: set[int]) -> str:
         return f"{kind} {list(value.shape)} {value.dtype}"
     if id(value) in seen or isinstance(value, torch.nn.Module):
         return kind
-    if isinstance(value, (Mapping, Sequence, Set)):
-        items = (
-            value.items()
-            if isinstance(value, Mapping)
-            else sorted(value, key=repr)
-            if isinstance(value, Set)
-            else value
-        )
-        return f"{kind} {[_attributes(part, seen) for part in items]}"
     seen.add(id(value))
+    if isinstance(value, (Sequence, Set)):
+        parts = [_text(part, seen) for part in value]
+        return f"{kind}({', '.join(sorted(parts) if isinstance(value, Set) else parts)})"
     if hasattr(value, "__qualname__"):  # a function or a class
         return f"{kind} {value.__module__}.{value.__qualname__}"
-    return f"{kind} {_attributes(getattr(value, '__dict__', {}), seen)}"
+    items = value.items() if isinstance(value, Mapping) else getattr(value, "__dict__", {}).items()
+    return f"{kind}({', '.join(f'{key!s}={_text(part, seen)}' for key, part in items if key not in _OF_PROCESS)})"

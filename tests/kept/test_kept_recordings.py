@@ -7,6 +7,8 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import zlib
 
 import msgspec
@@ -145,6 +147,31 @@ def test_everything_on_which_a_recording_depends_is_part_of_its_identity(config,
     monkeypatch.setenv("TORCH_CUDNN_SDPA_ENABLED", "1")
     known["environment"] = identity(loaded(config), BARE)
     assert None not in known.values() and len({first, *known.values()}) == len(known) + 1
+
+
+IN_A_PROCESS = """
+import sys, transformers
+from planner.kept.identity import identity
+from planner.workload.loading import load_workload
+from planner.workload.cards import resolve_card
+for path in sys.argv[1:]:
+    work = load_workload(path, batch_size=2, seq_len=8, optimizer="adamw", keep=True)
+    print(identity(work, resolve_card("rtx-3060", None)))
+"""
+
+
+@pytest.mark.slow
+def test_the_identity_is_the_same_in_another_process(tmp_path):
+    sizes = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2}
+    paths = []
+    for kind in ("bert", "gpt2", "mixtral", "gemma3_text"):
+        config = transformers.AutoConfig.for_model(kind, **sizes)
+        config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+        config.save_pretrained(tmp_path / kind)
+        paths.append(str(tmp_path / kind))
+    command = [sys.executable, "-c", IN_A_PROCESS, *paths]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first == second and len({*first.split()} - {"None"}) == len(paths)
 
 
 def test_a_changed_source_file_is_another_identity(config, monkeypatch):
