@@ -28,14 +28,14 @@ def start_early(session: PlanningSession, constraints: Constraints) -> None:
         StepError: the step cannot be rehearsed.
         TimeIsUp: the time was up before the baseline was recorded.
     """
-    if session.workload.step is not None:  # how many of its calls are recorded is known from the baseline
+    if session.workload.step is not None:  # only the baseline shows how many of its calls are recorded
         session.expect(constraints)
         return
     watch, recordings = session.watch, session.recordings
     with recordings.assumed_right():
         session.expect(constraints)
         session.begin_baseline()
-        # Errors of this search are ignored: the search that follows has them, too, and knows the baseline.
+        # Errors of this search are ignored: the next search, which has the baseline, raises or reports them again.
         with contextlib.suppress(StepError, TimeIsUp), watch.at_most(_FRACTION * watch.left_seconds):
             guessing = session.before_baseline(constraints)
             space = guessing.search_space(constraints)

@@ -325,7 +325,11 @@ class Recordings:
         return False
 
     def _drop_all(self) -> None:
-        """Drop all recordings, also those of updates: which parameters they train may have been lengthened, too."""
+        """Drop all recordings.
+
+        Recordings of optimizer updates are dropped, too, because the names of the trained parameters may come from a
+        lengthened recording.
+        """
         for child in self._running.values():
             child.end()
         if any(self._is_lengthened(part) for part in self._recorded):

@@ -39,7 +39,8 @@ _VARIABLES = re.compile(
 )
 """Variables of the environment that these libraries, Python or the planner may read."""
 _COVERED = {"model", "batch", "made_from", "reference", "notes", "is_by_sample_stated", "dtype", "input_shapes"}
-"""Fields of `Workload` that do not enter by their values: the data covers them, or they change no recording."""
+"""Fields of `Workload` whose values are not hashed here. Other parts of the identity describe them, or they do not affect
+any recording."""
 _NOT_MADE_FROM_DATA = ("loss_fn", "step", "parallelize", "program", "stream")
 """Fields of `Workload` that are None in a workload that the planner has made from data."""
 
@@ -133,7 +134,10 @@ def _structure(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _text(value: Any, seen: set[int]) -> str:
-    """Returns a text of a value and its parts; of an object in `seen`, which receives all objects, only its class."""
+    """Returns a text that describes a value and its parts.
+
+    Objects that have been described are added to `seen`. If an object is already there, only its class is named.
+    """
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)):
         return repr(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,8 +1,8 @@
 """The recordings of one workload, made in child processes or read from the cache folder.
 
 The folder is `torch-planner/recordings` in XDG_CACHE_HOME, or in ~/.cache. A file is compressed MessagePack, which is
-plain data, and the types of its fields are checked when it is read. A file that is damaged, too large or of another
-question is ignored, and the step is recorded again.
+plain data, and the types of its fields are checked when it is read. A file is ignored if it is damaged, if it is
+too large, or if it holds the recording of a different step. The step is then recorded again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,11 @@ class KeptRecordings:
 
     @classmethod
     def of(cls, workload: Workload, card: DeviceProfile, watch: Watch) -> KeptRecordings:
-        """Returns what keeps the recordings of a workload; nothing is kept if it is not known on what they depend."""
+        """Returns the `KeptRecordings` of a workload.
+
+        It keeps nothing if `PLANNER_RECORDINGS` is 'none', if the planner does not know everything on which the
+        recordings depend, or if the cache folder cannot be used.
+        """
         known = None if os.environ.get(VARIABLE) == "none" else identity(workload, card)
         return cls(None if known is None else cache.folder("recordings"), known or "", watch)
 

@@ -1,7 +1,7 @@
 """Shared conditions: their truth, which of them are needed, and their units written out.
 
-A shared condition contains an earlier one, so that conditions that build on each other are as long as their last
-members, and not as all of them together (`problem.SharedCondition`).
+A shared condition refers to the earlier condition that it contains, and stores only what it adds. So a chain of
+conditions takes no more memory than its last condition written out (`problem.SharedCondition`).
 """
 
 from __future__ import annotations

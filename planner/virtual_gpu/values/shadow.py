@@ -31,7 +31,8 @@ class ShadowValue:
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the values of a fake tensor on this storage.
 
-        Returns None if `value` has another dtype than the tensor, or a line of the tensor goes on in the next row.
+        Returns None if `value` has another dtype than the tensor, or if the tensor cannot be read from the first row
+        alone, because one of its dimensions crosses the end of a row.
         """
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -63,9 +64,9 @@ def of_one_row(row: torch.Tensor, assumed: frozenset[str]) -> ShadowValue:
 
 
 def works_by_rows(op: torch._ops.OpOverload, args: tuple, result: torch.Tensor) -> bool:
-    """True if an op computes each row of its result, which has many, from the same row of its arguments.
+    """True if the result has several rows, and the op computes each of them only from the same row of its arguments.
 
-    A row is what has the same position in dimension 0.
+    A row has all elements with the same index in dimension 0.
     """
     if result.dim() == 0 or result.shape[0] == 1 or not result.is_contiguous():
         return False

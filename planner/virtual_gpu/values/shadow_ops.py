@@ -50,7 +50,8 @@ PICKS |= {_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _a
 PICKS |= {_aten.all.default, _aten.any.default}
 """Ops whose result has only elements of their first argument, if both have the same dtype."""
 BY_ROWS = {_aten.cat.default, _aten.cumsum.default}
-"""Ops along a dimension, their second argument, that read nothing else in the dimensions before it."""
+"""Ops that work along one dimension, their second argument. If it is not dimension 0, each row of the result depends
+only on the same row of the arguments."""
 PLACES = {_aten.scatter.value, _aten.scatter.src}
 """Ops that put elements at known positions, as a router of experts does. Their results are also known for floats."""
 
