@@ -39,7 +39,7 @@ _VARIABLES = re.compile(
 )
 """Variables of the environment that these libraries, Python or the planner may read."""
 _COVERED = {"model", "batch", "made_from", "reference", "notes", "is_by_sample_stated", "dtype", "input_shapes"}
-"""Fields of `Workload` whose values are not hashed. Other parts of the identity describe them, or they do not affect any
+"""Fields of `Workload` whose values are not hashed. Other parts of the identity describe them, or they affect no
 recording."""
 _NOT_MADE_FROM_DATA = ("loss_fn", "step", "parallelize", "program", "stream")
 """Fields of `Workload` that are None in a workload that the planner has made from data."""
