@@ -14,15 +14,12 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import datetime
 import functools
 import importlib
 import io
 import json
 import math
-import os
 import pathlib
-import platform
 import resource
 import subprocess
 import sys
@@ -32,10 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import transformers
-from rich.console import Console
 
-from benchmarks.planning import MIB, Counts, print_row, watch_rehearsals
-from planner.assemble import versions
+from benchmarks.planning import MIB, Counts, console_with_versions, print_row, watch_rehearsals
 
 CONFIG = {
     "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -187,9 +182,7 @@ def main() -> int:
     if options.answer:
         print(json.dumps(answer(options.answer)))
         return 0
-    console = Console()
-    names = ", ".join(f"{name} {version}" for name, version in versions().items())
-    console.print(f"{names}; {os.cpu_count()} CPUs, {platform.machine()}; {datetime.date.today()}")
+    console = console_with_versions()
     print_row(console, COLUMNS)
     print_row(console, ["---", *["---:"] * (len(COLUMNS) - 2), "---"])
     rows: list[tuple[int, list[float]]] = []

@@ -275,6 +275,14 @@ def described(plan: dict[str, Any]) -> str:
     return f"{size} at {plan['slowdown']:.2f} x{'' if plan['fits'] else ', does not fit'}"
 
 
+def console_with_versions() -> Console:
+    """Returns a console, on which the versions of the packages, the machine and the date have been printed."""
+    console = Console()
+    names = ", ".join(f"{name} {version}" for name, version in versions().items())
+    console.print(f"{names}; {os.cpu_count()} CPUs, {platform.machine()}; {datetime.date.today()}")
+    return console
+
+
 def print_row(console: Console, row: Iterable[str]) -> None:
     """Prints a row of a table in Markdown."""
     console.print(f"| {' | '.join(row)} |", soft_wrap=True, highlight=False)
@@ -291,9 +299,7 @@ def main() -> int:
     if options.answer:
         print(json.dumps(answer(options.answer)))
         return 0
-    console = Console()
-    names = ", ".join(f"{name} {version}" for name, version in versions().items())
-    console.print(f"{names}; {os.cpu_count()} CPUs, {platform.machine()}; {datetime.date.today()}")
+    console = console_with_versions()
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         write_configs(pathlib.Path(folder))
