@@ -24,8 +24,8 @@ from planner.plan_types.decision_base import (
 from planner.plan_types.decisions import Shard
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.recording.layer_runs import LayerRun
 from planner.recording.rehearsal import Between, MakeBatch, Rehearsal
+from planner.recording.repeats.layer_runs import LayerRun
 from planner.recording.step_graph import TWO_STEPS, Schedule, StepGraph
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.rewrite.optimizers import make_optimizers

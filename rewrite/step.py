@@ -94,7 +94,13 @@ class TrainingStep:
         """Parameters of the model that the optimizer updates, by path: (module that has it, name there, parameter)."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """Train with one batch, and return its loss.
+        """Train with one batch, and return its loss. The errors of `compute_gradients` and `update` are raised."""
+        total = self.compute_gradients(batch)
+        self.update()
+        return total
+
+    def compute_gradients(self, batch: Any) -> torch.Tensor:
+        """Run forward and backward of each micro-batch, and return the loss of the batch. `update` follows.
 
         Raises:
             DecisionError: after `undo`; if several processes train and `wrap_with` was not called; if the gradients of
@@ -116,7 +122,6 @@ class TrainingStep:
                 observer.after_error()
             self.optimizer.zero_grad(set_to_none=True)  # the next step must not add to gradients of this one
             raise
-        self.update()
         return total
 
     def _accumulate_gradients(self, batch: Any) -> torch.Tensor:

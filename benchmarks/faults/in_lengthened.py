@@ -113,7 +113,7 @@ FAULTS = (
     ),
     Fault(
         name="lengthened-with-tied-weights",
-        path="planner/recording/layer_runs.py",
+        path="planner/recording/repeats/layer_runs.py",
         old="    return all(places[parameter] == number for",
         new="    return all(places[parameter] >= number for",
         tests=(
@@ -123,7 +123,7 @@ FAULTS = (
     ),
     Fault(
         name="lengthened-with-hooks-of-gradients",
-        path="planner/recording/layer_runs.py",
+        path="planner/recording/repeats/layer_runs.py",
         old="        parameter._backward_hooks or parameter._post_accumulate_grad_hooks for",
         new="        parameter._backward_hooks is parameter for",
         tests=(

@@ -85,7 +85,7 @@ FAULTS = (
     ),
     Fault(
         name="run-stops-watching-calls-that-count",
-        path="planner/recording/repetition.py",
+        path="planner/recording/repeats/own_calls.py",
         old="            and self._calls[number].state == self._calls[last].state\n",
         new="",
         tests=("tests/system/test_calls_that_differ.py::test_calls_are_recorded_until_they_repeat[in every 12th]",),
@@ -93,7 +93,7 @@ FAULTS = (
     ),
     Fault(
         name="run-ignores-memory-that-calls-hold",
-        path="planner/recording/repetition.py",
+        path="planner/recording/repeats/own_calls.py",
         old="            self._calls[number].held_bytes == self._calls[last].held_bytes\n            and ",
         new="            ",
         tests=("tests/system/test_calls_that_differ.py::test_memory_that_no_number_shows_is_seen",),

@@ -18,6 +18,7 @@ from benchmarks.faults import (
     in_recompute,
     in_runs,
     in_search,
+    in_second_step,
     in_step,
     in_updates,
     in_workspaces,
@@ -42,6 +43,7 @@ _LISTS = (
     in_runs,
     in_ranks,
     in_search,
+    in_second_step,
     in_command,
 )
 

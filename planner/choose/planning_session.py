@@ -28,7 +28,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.recording.layer_runs import LayerRun
+from planner.recording.repeats.layer_runs import LayerRun
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.space.by_sample import BySampleCheck, StartForward
 from planner.space.carried_state import carried_state

@@ -21,7 +21,7 @@ from planner.derive.graft_optimizer import can_be_grafted, graft_update
 from planner.derive.same_step import is_same_step
 from planner.errors import StepError, WorkloadError
 from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
-from planner.recording.layer_runs import LayerRun
+from planner.recording.repeats.layer_runs import LayerRun
 from planner.recording.step_graph import StepGraph
 from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Running

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from planner.derive.lengthen import lengthened
 from planner.derive.same_step import is_same_step
 from planner.errors import StepError
-from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs
+from planner.recording.repeats.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs
 from planner.recording.step_graph import StepGraph, first_step_before_update, last_step
 from planner.virtual_gpu.forked_process import Running
 from planner.workload.workload import Workload

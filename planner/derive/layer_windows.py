@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from planner.recording.layer_runs import LayerRun
+from planner.recording.repeats.layer_runs import LayerRun
 from planner.recording.step_graph import Call, Phase, StepGraph
 
 FARTHEST = 2

@@ -1,6 +1,6 @@
 """Puts the layers that a rehearsal left out into its recording.
 
-The recording is of a model with a few layers of a run of identical ones (`planner.recording.layer_runs`). The events
+The recording is of a model with a few layers of a run of identical ones (`recording.repeats.layer_runs`). The events
 of one layer are in one *window* of ticks for each forward, from its call to the call of the next layer, in one for each
 backward, and in one for each time at which all layers free what they held. The last layer's window of a forward ends
 with its call: what follows belongs to no layer. Each op, storage, save and call belongs to a layer (its *owner*) or to
@@ -23,7 +23,7 @@ from typing import Any
 from planner.derive.graft_optimizer import can_be_grafted
 from planner.derive.layer_windows import FARTHEST, NotAlikeError, Pass, Ticks, Window, in_turn, windows_of
 from planner.derive.owned_items import Owned
-from planner.recording.layer_runs import LayerRun
+from planner.recording.repeats.layer_runs import LayerRun
 from planner.recording.step_graph import Call, Category, Op, Phase, Save, StepGraph, Storage
 
 

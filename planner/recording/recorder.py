@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
         self.step = 0
         self.micro_batch = 0
         self.sequence = -1
-        """Number of nodes that autograd had created when the last op that made or changed a storage had run."""
+        """Number of autograd's nodes when the last op that made or changed a storage had run."""
         self._paused = False
         self._ranks = ranks(self.table, self.pause)
         self._kernels = kernels_of(device)
@@ -100,15 +100,20 @@ class Recorder(TorchDispatchMode):
         self._own_step = False
         self._step_starts: list[int] = []
         self._backwards = Backwards()
-        self._seen_backward = False
+        self.seen_backward = False
         self._in_setup = True
         self._setup_tick = 0
-        self._op_of_sequence: dict[int, int] = {}  # autograd's node number -> the forward op that made the node
+        self._op_of_sequence: dict[int, int] = {}  # autograd's number of a node -> the forward op that made it
         self._batch_statistics: dict[str, None] = {}
-        self._forwards: dict[int, tuple[int, int]] = {}
-        """For each step: a hash of the ops of its forward, and one that includes the numbers among their arguments."""
+        self.forwards: dict[int, tuple[int, int]] = {}
+        """For each step, a hash of the ops of its forward, and one that includes the numbers among their arguments."""
         self._buffers: dict[int, tuple[str, bool]] = {}  # storage -> (module, True if the module is a norm)
-        self._writes: list[tuple[int, int, int | None]] = []  # (tick, storage, call) of in-place writes in forward
+        self.writes: list[tuple[int, int, int | None]] = []  # (tick, storage, call) of in-place writes in forward
+
+    @property
+    def is_rank(self) -> bool:
+        """True if the process is one rank of several."""
+        return self._ranks is not None
 
     def mark(self, tensor: torch.Tensor | None, category: Category, *, name: str = "") -> None:
         """Sets the category and the name of a tensor's storage."""
@@ -219,8 +224,8 @@ class Recorder(TorchDispatchMode):
             )
         )
         if phase is Phase.FORWARD:
-            ops, with_numbers = self._forwards.get(self.step, (0, 0))
-            self._forwards[self.step] = hash((ops, name)), hash((with_numbers, name, *numbers_in((args, kwargs))))
+            ops, with_numbers = self.forwards.get(self.step, (0, 0))
+            self.forwards[self.step] = hash((ops, name)), hash((with_numbers, name, *numbers_in((args, kwargs))))
         # 2. Its storages, in the order in which the kernel allocates them: the simulated allocator depends on it.
         if not self._in_setup:
             self.table.birth_op = index
@@ -238,7 +243,8 @@ class Recorder(TorchDispatchMode):
             self.sequence = torch.autograd._get_sequence_nr()
         self.updates.check(record)
         if traits.writes and phase is Phase.FORWARD:
-            self._note_writes(traits, args, kwargs, tick, call)
+            storages = map(storage_of, nested_tensors(traits.written_arguments(args, kwargs)))
+            self.writes += [(tick, storage, call) for storage in storages if storage is not None]
         if uses_batch_statistics(op, args, kwargs):
             self._batch_statistics[module] = None
 
@@ -246,11 +252,6 @@ class Recorder(TorchDispatchMode):
         """Returns the name of the op that made the tensor's storage; empty if no recorded op has made it."""
         storage = self.table.storage_of(tensor) if self.table.watches(tensor) else None
         return "" if storage is None or (op := self.table.storages[storage].op) is None else self.ops[op].name
-
-    def _note_writes(self, traits: OpTraits, args, kwargs, tick: int, call: int | None) -> None:
-        """Records the storages that an op of the forward writes in place."""
-        storages = map(self.table.storage_of, nested_tensors(traits.written_arguments(args, kwargs)))
-        self._writes += [(tick, storage, call) for storage in storages if storage is not None]
 
     def _where(self, index: int) -> tuple[Phase, str, int | None, int | None]:
         """Returns the phase, module path, call and forward op of the op that is recorded next, as index `index`.
@@ -265,16 +266,16 @@ class Recorder(TorchDispatchMode):
         if self.updates.running and (self.updates.in_backward or not runs_model):
             return Phase.OPTIMIZER, "", None, None
         if node is None or call is not None:  # a backward inside of a module's forward is part of the forward
-            if self._own_step and self._seen_backward and torch.is_grad_enabled():
+            if self._own_step and self.seen_backward and torch.is_grad_enabled():
                 self.enters_model()  # a step of the user's own goes on after a backward, outside of modules
-            phase = Phase.OPTIMIZER if self._seen_backward and not self.calls.are_running else Phase.FORWARD
+            phase = Phase.OPTIMIZER if self.seen_backward and not self.calls.are_running else Phase.FORWARD
             if phase is Phase.FORWARD and torch.is_grad_enabled():
                 # Autograd numbers its nodes: this op's node, if it makes one, is the one counted last.
                 self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
             return phase, module, call, None
-        if not self._seen_backward:
+        if not self.seen_backward:
             self.calls.backward_begins()
-        self._seen_backward = True
+        self.seen_backward = True
         forward_op = self._op_of_sequence.get(node._sequence_nr())
         if self._backwards.recompute(in_module=self.calls.are_running):
             self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
@@ -339,10 +340,9 @@ class Recorder(TorchDispatchMode):
     def _note_buffers(self, model: torch.nn.Module) -> None:
         """Notes which storages are buffers of which modules. It keeps no buffer alive: a forward may replace it."""
         for name, module in model.named_modules():
-            is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
             for _, buffer in module.named_buffers(recurse=False):
                 if (storage := self.table.storage_of(local_part(buffer))) is not None:
-                    self._buffers[storage] = (name, is_norm)
+                    self._buffers[storage] = (name, isinstance(module, torch.nn.modules.batchnorm._NormBase))
 
     def setup_ends(self) -> None:
         """Ends the setup, which may have been a whole step. All later events belong to the recorded steps."""
@@ -354,16 +354,16 @@ class Recorder(TorchDispatchMode):
 
     def starts_step(self, step: int) -> None:
         """Begins training step number `step`, counted from 0."""
-        self.step, self.micro_batch, self._seen_backward = step, 0, False
+        self.step, self.micro_batch, self.seen_backward = step, 0, False
         self._step_starts.append(self.table.tick)
         self.updates.starts_step()
         self._op_of_sequence.clear()
 
     def enters_model(self) -> None:
         """Notes that a forward of the model begins. If it follows a backward, it also begins a new micro-batch."""
-        if self._seen_backward:
+        if self.seen_backward:
             self.micro_batch += 1
-            self._seen_backward = False
+            self.seen_backward = False
 
     # ---- the result -------------------------------------------------------------------------------------------
 
@@ -376,7 +376,7 @@ class Recorder(TorchDispatchMode):
         if primed or self._ranks is not None:  # remove storages that died before the steps, such as whole parameters
             for index, storage in enumerate(storages):  # and optimizer state that a real step does not make
                 storage.lives = [] if index in idle else [life for life in storage.lives if life[1] > self._setup_tick]
-        note_obstacles(self.calls.all, self._writes, self._buffers, storages)
+        note_obstacles(self.calls.all, self.writes, self._buffers, storages)
         graph = StepGraph(
             ops=self.ops,
             storages=storages,
@@ -393,8 +393,8 @@ class Recorder(TorchDispatchMode):
             cache_releases=tuple(self.table.cache_releases),
             trained=self.updates.trained,
             assumptions=tuple(self.data_dependence.assumptions),
-            forwards_differ=len(set(self._forwards.values())) > 1,
-            ops_differ=len({ops for ops, _ in self._forwards.values()}) > 1,
+            forwards_differ=len(set(self.forwards.values())) > 1,
+            ops_differ=len({ops for ops, _ in self.forwards.values()}) > 1,
         )
         classify(graph)
         return graph

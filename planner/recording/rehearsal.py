@@ -16,10 +16,11 @@ from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.quantized import is_quantized
 from planner.recording.hook_errors import HookErrors, failure, failure_in_backward
-from planner.recording.layer_runs import LayerRun, shorten
 from planner.recording.module_state import host_random_state, plain_state
 from planner.recording.recorder import Recorder
-from planner.recording.repetition import MOST_CALLS, Repetition
+from planner.recording.repeats.layer_runs import LayerRun, shorten
+from planner.recording.repeats.own_calls import MOST_CALLS, Repetition
+from planner.recording.repeats.second_step import StepInParts, StepWithRepeatedGradients
 from planner.recording.step_graph import TWO_STEPS, Category, Schedule, StepGraph, first_steps
 from planner.recording.virtual_batch import learn_values, virtual_batch
 from planner.spawned.surroundings import set_aside
@@ -226,6 +227,9 @@ def record_steps(
             recorder.mark(tensor, Category.INPUT, name=path)
         step, optimizers = prepare(model)
         _mark_parameters(recorder, model)  # sharding replaces them
+        is_plain = recorder.virtual and not (primed or recorder.what_if or recorder.is_rank)
+        if steps == 2 and is_plain and isinstance(step, StepInParts):
+            step = StepWithRepeatedGradients(step, recorder, model, loss_fn)
         with recorder.watching(model, optimizers, own_step=own_step is not None):
             if trained is not None:
                 recorder.updates.note_trained(trained)

@@ -93,13 +93,19 @@ class StorageTable:
         else:
             index = adopt
 
-        def died(_: weakref.ref, pointer: int = pointer) -> None:
+        self.begins(untyped, index, birth)
+        return index
+
+    def begins(self, untyped: torch.UntypedStorage, index: int, birth: int) -> None:
+        """Notes that a life of storage number `index` began at tick `birth`; it ends when the memory is freed."""
+        pointer = untyped._cdata
+
+        def died(_: weakref.ref) -> None:
             if pointer in self._alive:  # else its memory was freed before, by a resize
                 self._ends(pointer)
             self._freed.pop(pointer, None)
 
         self._alive[pointer] = (index, birth, weakref.ref(untyped, died))
-        return index
 
     def resized(self, untyped: torch.UntypedStorage) -> None:
         """Notes that a storage has another size now: one life ends and, unless the size is 0, another begins."""

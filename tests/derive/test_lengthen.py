@@ -8,7 +8,7 @@ import torch
 from planner.choose.shortening import runs_to_shorten
 from planner.derive.graft_optimizer import graft_update
 from planner.plan_types.decisions import Accumulation, Precision, ShardedPrecision
-from planner.recording.layer_runs import KEPT, KEPT_WHEN_GATHERED, layer_runs
+from planner.recording.repeats.layer_runs import KEPT, KEPT_WHEN_GATHERED, layer_runs
 from planner.rewrite.rehearse import start_update
 from planner.sharded import smallest_way
 from planner.space.sharding import Cards

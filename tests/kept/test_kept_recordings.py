@@ -25,7 +25,7 @@ from planner.kept.recordings import KeptRecordings
 from planner.plan_types.decisions import Precision, Shard
 from planner.progress import Watch
 from planner.recording import rehearsal
-from planner.recording.layer_runs import layer_runs
+from planner.recording.repeats.layer_runs import layer_runs
 from planner.rewrite.rehearse import start_certificate, start_rehearsal
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload, workload

@@ -7,7 +7,7 @@ import torch
 from planner.choose.recordings import Recordings
 from planner.choose.shortening import Shortening, runs_to_shorten
 from planner.derive.lengthen import lengthened
-from planner.recording.layer_runs import KEPT
+from planner.recording.repeats.layer_runs import KEPT
 from planner.recording.step_graph import Op, Phase, StepGraph
 from planner.rewrite.rehearse import certifying_graph, start_certificate, start_rehearsal, start_update
 from planner.space.micro_batches import MicroBatching

@@ -1,0 +1,190 @@
+"""The second step of a rehearsal gets a copy of the first one's gradients, unless it would compute them differently.
+
+`test_truth_cpu.py` compares such rehearsals with real runs of two steps.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from planner import profiles
+from planner.errors import PlannerError
+from planner.pipeline import record_step
+from planner.plan_types.decisions import Accumulation, Precision
+from planner.recording.repeats.second_step import _Gradients
+from planner.workload.workload import workload
+from tests.support.training import Convolutional
+from tests.support.truth import CASES, deep, mean_square
+
+BATCH = (torch.randn(6, 24), torch.randn(6, 8))
+CARD = profiles.bare()
+
+
+def recorded(model, decisions=(), *, loss_fn=mean_square, batch=BATCH, **options):
+    return record_step(workload(model, batch, loss_fn=loss_fn, **options), CARD, decisions)
+
+
+@pytest.fixture
+def computed_twice(monkeypatch):
+    """Returns a function that records a step whose second gradients are computed, too."""
+
+    def recorded_twice(*args, **options):
+        with monkeypatch.context() as patches:
+            patches.setattr(_Gradients, "can_be_repeated", lambda self, state: False)
+            return recorded(*args, **options)
+
+    return recorded_twice
+
+
+@pytest.fixture
+def refuse_repeating(monkeypatch):
+    def repeat(self):
+        raise AssertionError("gradients are repeated")
+
+    monkeypatch.setattr(_Gradients, "repeat", repeat)
+
+
+CASES_TO_REPEAT = {
+    "adamw": (),
+    "micro-batches": (Accumulation(micro_batch_size=2, micro_batches=3),),
+    "autocast": (Precision(dtype="bf16"),),
+}
+
+
+@pytest.mark.parametrize("name", CASES_TO_REPEAT)
+def test_repeated_gradients_leave_the_recording_that_computed_ones_leave(name, computed_twice):
+    decisions = CASES_TO_REPEAT[name]
+    assert recorded(deep(), decisions) == computed_twice(deep(), decisions)
+
+
+@pytest.mark.parametrize("name", ["convolutions with batch norm", "in-place", "hooks on parameters", "frozen half"])
+@pytest.mark.thorough_after(1)
+def test_repeated_gradients_of_other_models_leave_the_same_recording(name, computed_twice):
+    model, batch, loss_fn = CASES[name].build()
+    options = {"batch": batch, "loss_fn": loss_fn, "optimizer": CASES[name].optimizer}
+    assert recorded(model, **options) == computed_twice(model, **options)
+
+
+@pytest.mark.usefixtures("refuse_repeating")
+def test_the_gradients_of_the_second_step_are_repeated():
+    for model, batch in ((deep(), BATCH), (Convolutional(), (torch.randn(2, 3, 8, 8), torch.randn(2, 8)))):
+        with pytest.raises(PlannerError, match="gradients are repeated"):
+            recorded(model, batch=batch, loss_fn=lambda output, batch: output.square().mean())
+
+
+# ---- steps that begin otherwise -----------------------------------------------------------------------------------
+
+
+class Counts(torch.nn.Module):
+    """Does more from its second call on, which it counts in a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = torch.nn.Linear(24, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.more(self.layer(x)) if self.calls > 1 else self.layer(x)
+
+    def more(self, y: torch.Tensor) -> torch.Tensor:
+        return y.tanh().exp()
+
+
+class CountsInBuffer(Counts):
+    """Counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.more(self.layer(x)) if self.seen > 1 else self.layer(x)
+
+
+class CountsInTensor(Counts):
+    """Counts in a tensor that is no buffer, and stays in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.tensor(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.more(self.layer(x)) if self.seen > 1 else self.layer(x)
+
+
+class Remembers(Counts):
+    """Keeps a tensor of its first call, and uses it from then on."""
+
+    kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if self.kept is not None:
+            return y + self.kept
+        self.kept = self.more(y).detach()
+        return y
+
+
+class KeepsInList(Counts):
+    """Keeps the means of its outputs in a list of a helper, as a meter does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = {"means": []}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.meter["means"].append(0)
+        return self.more(y) if len(self.meter["means"]) > 1 else y
+
+
+class DrawsOnHost(Counts):
+    """Runs a part a random number of times."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        for _ in range(random.randrange(100)):
+            y = self.more(y)
+        return y
+
+
+LOSS_CALLS = [0]
+
+
+def counting_loss(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    LOSS_CALLS[0] += 1
+    return mean_square(output if LOSS_CALLS[0] == 1 else output.tanh(), batch)
+
+
+DIFFERENT = {
+    "a number": (Counts, {}),
+    "a buffer": (CountsInBuffer, {}),
+    "a tensor in host memory": (CountsInTensor, {}),
+    "a tensor that is kept": (Remembers, {}),
+    "a list": (KeepsInList, {}),
+    "a number of the loss": (deep, {"loss_fn": counting_loss}),
+    "random numbers of the host": (DrawsOnHost, {}),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.usefixtures("refuse_repeating")
+def test_a_step_that_begins_otherwise_computes_its_gradients(name):
+    make, options = DIFFERENT[name]
+    random.seed(0)
+    graph = recorded(make(), **options)
+    forwards = [[op.name for op in graph.ops if op.step == step and op.phase == "forward"] for step in (0, 1)]
+    assert forwards[0] != forwards[1]
+
+
+@pytest.mark.parametrize(
+    "decisions", [(Precision(dtype="fp16"),)], ids=["the scaler of fp16 begins with the first step"]
+)
+@pytest.mark.usefixtures("refuse_repeating")
+def test_a_step_that_leaves_a_tensor_is_not_repeated(decisions):
+    assert recorded(deep(), decisions).steps == 2
