@@ -16,7 +16,6 @@ from planner.pipeline import record_step
 from planner.plan_types.decisions import Accumulation, Precision
 from planner.recording.repeats.second_step import _Gradients
 from planner.workload.workload import workload
-from tests.support.training import Convolutional
 from tests.support.truth import CASES, deep, mean_square
 
 BATCH = (torch.randn(6, 24), torch.randn(6, 8))
@@ -68,11 +67,12 @@ def test_repeated_gradients_of_other_models_leave_the_same_recording(name, compu
     assert recorded(model, **options) == computed_twice(model, **options)
 
 
+@pytest.mark.parametrize("name", ["dropout", "llama, grouped heads", "convolutions with batch norm", "tied weights"])
 @pytest.mark.usefixtures("refuse_repeating")
-def test_the_gradients_of_the_second_step_are_repeated():
-    for model, batch in ((deep(), BATCH), (Convolutional(), (torch.randn(2, 3, 8, 8), torch.randn(2, 8)))):
-        with pytest.raises(PlannerError, match="gradients are repeated"):
-            recorded(model, batch=batch, loss_fn=lambda output, batch: output.square().mean())
+def test_the_gradients_of_the_second_step_are_repeated(name):
+    model, batch, loss_fn = CASES[name].build()
+    with pytest.raises(PlannerError, match="gradients are repeated"):
+        recorded(model, batch=batch, loss_fn=loss_fn)
 
 
 # ---- steps that begin otherwise -----------------------------------------------------------------------------------

@@ -58,14 +58,18 @@ class _Made:
     """The parameter; None for the loss."""
     storage: int
     birth: int
+    size: int
+    """Number of elements for which the storage has memory."""
     shape: torch.Size
     stride: tuple[int, ...]
+    offset: int
     dtype: torch.dtype
     device: torch.device
 
     def again(self) -> torch.Tensor:
         """Returns a new tensor like this one."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        whole = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 class StepWithRepeatedGradients:
@@ -173,7 +177,7 @@ class _Gradients:
             recorder.writes.append((tick + ticks, storage(written), _plus(call, now.calls - begin.calls)))
         released = [tick + ticks for tick in table.cache_releases if begin.tick < tick <= end.tick]
         table.cache_releases.extend(released)
-        with recorder.pause():
+        with recorder.pause(), torch.no_grad():
             tensors = [each.again() for each in self._made]
         table.tick = end.tick + ticks
         for each, tensor in zip(self._made, tensors, strict=True):
@@ -225,10 +229,11 @@ def _made(
     """
     if type(tensor) is not FakeTensor or storage not in born or tensor.layout is not torch.strided:
         return None
-    if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize:
+    size, rest = divmod(tensor.untyped_storage().nbytes(), tensor.itemsize)
+    if rest:
         return None
-    shape, stride = tensor.shape, tensor.stride()
-    return _Made(parameter, storage, born[storage], shape, stride, tensor.dtype, tensor.device)
+    place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+    return _Made(parameter, storage, born[storage], size, *place, tensor.dtype, tensor.device)
 
 
 def _ignores_counter(module: torch.nn.Module) -> bool:
