@@ -59,7 +59,7 @@ def test_repeated_gradients_leave_the_recording_that_computed_ones_leave(name, c
     assert recorded(deep(), decisions) == computed_twice(deep(), decisions)
 
 
-@pytest.mark.parametrize("name", ["convolutions with batch norm", "in-place", "hooks on parameters", "frozen half"])
+@pytest.mark.parametrize("name", ["convolutions with batch norm", "in-place", "all losses", "frozen half"])
 @pytest.mark.thorough_after(1)
 def test_repeated_gradients_of_other_models_leave_the_same_recording(name, computed_twice):
     model, batch, loss_fn = CASES[name].build()
@@ -153,6 +153,21 @@ class DrawsOnHost(Counts):
         return y
 
 
+class CountsInBackward(Counts):
+    """Has a hook on a gradient that does more from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.weight.register_hook(self.changed)
+
+    def changed(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.layer.calls = getattr(self.layer, "calls", 0) + 1
+        return self.more(gradient) if self.layer.calls > 1 else gradient
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
 LOSS_CALLS = [0]
 
 
@@ -182,9 +197,26 @@ def test_a_step_that_begins_otherwise_computes_its_gradients(name):
     assert forwards[0] != forwards[1]
 
 
-@pytest.mark.parametrize(
-    "decisions", [(Precision(dtype="fp16"),)], ids=["the scaler of fp16 begins with the first step"]
-)
 @pytest.mark.usefixtures("refuse_repeating")
-def test_a_step_that_leaves_a_tensor_is_not_repeated(decisions):
-    assert recorded(deep(), decisions).steps == 2
+def test_a_hook_in_backward_runs_in_both_steps():
+    graph = recorded(CountsInBackward())
+    backwards = [[op.name for op in graph.ops if op.step == step and op.phase == "backward"] for step in (0, 1)]
+    assert backwards[0] != backwards[1]
+
+
+@pytest.mark.usefixtures("refuse_repeating")
+def test_a_step_that_makes_the_scale_of_fp16_is_not_repeated():
+    assert recorded(deep(), (Precision(dtype="fp16"),)).steps == 2
+
+
+class KeepsGradient(torch.optim.SGD):
+    """Holds a gradient of each update until the next one."""
+
+    def step(self, closure=None):
+        self.kept = self.param_groups[0]["params"][0].grad
+        return super().step(closure)
+
+
+@pytest.mark.usefixtures("refuse_repeating")
+def test_a_step_that_leaves_a_gradient_is_not_repeated():
+    recorded(deep(), optimizer=lambda parameters: KeepsGradient(parameters, lr=0.1))

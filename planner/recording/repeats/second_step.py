@@ -78,20 +78,22 @@ class StepWithRepeatedGradients:
     Args:
         step: the step.
         recorder: the active recorder of the rehearsal, which makes a plain recording.
-        model, loss_fn: what the step calls. Their numbers and text are compared before both calls.
+        model, loss_fn: what the step calls. Their numbers and text are compared before both calls. If hooks run in
+            backward, whose state is not known, both calls compute gradients.
     """
 
     def __init__(self, step: StepInParts, recorder: Recorder, model: torch.nn.Module, loss_fn: Callable | None) -> None:
         self._step, self._recorder = step, recorder
         self._model, self._loss_fn = model, loss_fn
         self._first: _Gradients | None = None
+        self._has_hooks = _has_hooks_in_backward(model)
 
     def __call__(self, batch: Any) -> None:
         if self._first is None:
             self._first = _Gradients(self._recorder, self._state())
             loss = self._step.compute_gradients(batch)
             self._first.end(loss, self._model)
-        elif self._first.can_be_repeated(self._state()):
+        elif not self._has_hooks and self._first.can_be_repeated(self._state()):
             loss = self._first.repeat()
         else:
             loss = self._step.compute_gradients(batch)
@@ -234,6 +236,12 @@ def _made(
         return None
     place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
     return _Made(parameter, storage, born[storage], size, *place, tensor.dtype, tensor.device)
+
+
+def _has_hooks_in_backward(model: torch.nn.Module) -> bool:
+    return any(module._backward_hooks or module._backward_pre_hooks for module in model.modules()) or any(
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in model.parameters()
+    )
 
 
 def _ignores_counter(module: torch.nn.Module) -> bool:
