@@ -79,11 +79,4 @@ FAULTS = (
         "a hook that counts its calls does not run in the second backward",
         f"{_TEST}::test_a_hook_in_backward_runs_in_both_steps",
     ),
-    _fault(
-        "with-another-scale",
-        "        if None not in made and sorted(each.storage for each in made if each is not None) == sorted(born):\n",
-        "        if None not in made:\n",
-        "the scale of fp16, which the first step makes, is made again in the second step",
-        f"{_TEST}::test_a_step_that_makes_the_scale_of_fp16_is_not_repeated",
-    ),
 )
