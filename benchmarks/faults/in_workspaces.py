@@ -1,10 +1,11 @@
-"""Planted faults: the workspaces of convolutions."""
+"""Planted faults: the workspaces of cuDNN."""
 
 from __future__ import annotations
 
 from benchmarks.faults.fault import Fault
 
 _CALLS = "tests/workspaces/test_convolution_calls.py"
+_ATTENTION = "tests/workspaces/test_cudnn_attention.py"
 
 FAULTS = (
     Fault(
@@ -83,5 +84,45 @@ FAULTS = (
             "tests/workspaces/test_cudnn_tables.py::test_a_card_without_a_column_has_that_of_the_capability_below_it",
         ),
         why="a note says that workspaces are cuDNN's, and they are those of another version or card",
+    ),
+    Fault(
+        name="workspaces-attention-second-gradient",
+        path="planner/workspaces/cudnn_attention.py",
+        old="    of_kernel = of_heads + of_second_gradient\n",
+        new="    of_kernel = of_heads\n",
+        tests=(f"{_ATTENTION}::test_the_formula_equals_every_answer_of_cudnn",),
+        why="attention over few queries or keys on data center Blackwell is promised half of its workspace",
+    ),
+    Fault(
+        name="workspaces-attention-grouped-heads",
+        path="planner/workspaces/cudnn_attention.py",
+        old="0 if key_heads == heads else batch * heads",
+        new="0 if key_heads == heads else batch * key_heads",
+        tests=(f"{_ATTENTION}::test_the_formula_equals_every_answer_of_cudnn",),
+        why="grouped-query attention sums the gradients of all query heads, which are not counted",
+    ),
+    Fault(
+        name="workspaces-attention-copied-gradient",
+        path="planner/workspaces/cudnn_attention.py",
+        old="    copies = [] if grad.stride[-1] == 1 else [grad.nbytes]\n",
+        new="    copies: list[int] = []\n",
+        tests=(f"{_ATTENTION}::test_an_expanded_gradient_is_copied_before_the_workspace",),
+        why="the gradient of a sum is copied before cuDNN gets it, and the copy is not counted",
+    ),
+    Fault(
+        name="workspaces-attention-of-another-version",
+        path="planner/workspaces/cudnn_attention.py",
+        old="    if version.is_pinned and asked:\n",
+        new="    if version.is_pinned:\n",
+        tests=(f"{_ATTENTION}::test_the_note_says_whether_the_formula_was_compared_with_this_version_and_card",),
+        why="an estimate for another version of cuDNN or another card is presented as compared with cuDNN",
+    ),
+    Fault(
+        name="workspaces-attention-unknown-to-the-plan",
+        path="planner/estimate/kernel_notes.py",
+        old="        *cudnn_attention.notes(_calls(graph, cudnn_attention.OPS), card, version),\n",
+        new="",
+        tests=(f"{_ATTENTION}::test_a_plan_names_the_workspaces_of_attention",),
+        why="a plan does not say where the workspaces of attention come from",
     ),
 )

@@ -1,8 +1,9 @@
-"""Notes for the user on kernels: algorithms of convolutions with their workspaces, and unknown workspaces."""
+"""Notes for the user on kernels: algorithms of convolutions, where workspaces come from, and unknown workspaces."""
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Collection
 
 import torch
 
@@ -12,6 +13,7 @@ from planner.plan_types.decision_base import Decision
 from planner.plan_types.sizes import MIB, format_size
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
+from planner.workspaces import cudnn_attention
 
 _MOST_KERNELS_NAMED = 4
 """Maximum number of kernels that a note names."""
@@ -20,7 +22,7 @@ _MOST_KERNELS_NAMED = 4
 def kernel_notes(
     graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile
 ) -> tuple[str, ...]:
-    """Return notes on the workspaces of convolutions, and one on kernels with unknown workspaces, if there are any.
+    """Return notes on the workspaces of cuDNN, and one on kernels with unknown workspaces, if there are any.
 
     Args:
         graph: the recording of a step with these decisions.
@@ -28,18 +30,25 @@ def kernel_notes(
     """
     if not card.allocator:
         return ()
-    of_convolutions = (
-        *convolution_notes(graph, card, str(torch.__version__)),
+    version = str(torch.__version__)
+    of_cudnn = (
+        *convolution_notes(graph, card, version),
         *_slower_notes(graph, measured, decisions, card),
+        *cudnn_attention.notes(_calls(graph, cudnn_attention.OPS), card, version),
     )
     counts = unknown_ops(graph)
     if not counts:
-        return of_convolutions
+        return of_cudnn
     most_frequent = sorted(counts.items(), key=lambda pair: -pair[1])[:_MOST_KERNELS_NAMED]
     names = ", ".join(f"{count} x {name}" for name, count in most_frequent)
     more = f" and {len(counts) - _MOST_KERNELS_NAMED} other kinds" if len(counts) > _MOST_KERNELS_NAMED else ""
     note = f"the workspaces of some kernels are unknown and not counted: {names}{more}, in two steps"
-    return (*of_convolutions, note)
+    return (*of_cudnn, note)
+
+
+def _calls(graph: StepGraph, names: Collection[str]) -> int:
+    """Return how often the ops of these names run in the first step of a recording."""
+    return sum(op.step == 0 and op.name in names for op in graph.ops)
 
 
 def _slower_notes(

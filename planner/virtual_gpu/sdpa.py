@@ -1,8 +1,8 @@
 """Chooses the kernel that `scaled_dot_product_attention` uses on a CUDA card, and runs the op of this kernel.
 
 PyTorch takes the first kernel that can run the call (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11
-to 2.13): cuDNN (only on Hopper and data center Blackwell), flash, memory-efficient, math. The choice is made for the
-card that the plan is for, not for the machine on which the planner runs.
+to 2.13): cuDNN (on Hopper and data center Blackwell; on other cards it is the last one), flash, memory-efficient, math.
+The choice is made for the card that the plan is for, not for the machine on which the planner runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ class AttentionBackend(enum.Enum):
     FLASH = "flash"
     EFFICIENT = "efficient"
     MATH = "math"
+
+
+_PREFER_CUDNN = ((9, 0), (9, 3), (10, 0), (10, 3))
+"""Compute capabilities on which PyTorch prefers cuDNN to the other kernels (`check_prefer_cudnn_attention`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,13 +54,14 @@ def choose_backend(call: AttentionCall, capability: tuple[int, int]) -> Attentio
     `torch.nn.attention.sdpa_kernel` and the functions of `torch.backends.cuda` enable and disable kernels.
     """
     enabled = torch.backends.cuda
-    if enabled.cudnn_sdp_enabled() and _cudnn_takes(call, capability):
+    by_cudnn = enabled.cudnn_sdp_enabled() and _cudnn_takes(call, capability)
+    if by_cudnn and capability in _PREFER_CUDNN:
         return AttentionBackend.CUDNN
     if enabled.flash_sdp_enabled() and _flash_takes(call, capability):
         return AttentionBackend.FLASH
     if enabled.mem_efficient_sdp_enabled() and _efficient_takes(call, capability):
         return AttentionBackend.EFFICIENT
-    return AttentionBackend.MATH
+    return AttentionBackend.CUDNN if by_cudnn and not enabled.math_sdp_enabled() else AttentionBackend.MATH
 
 
 def _plain_shapes(call: AttentionCall) -> bool:
@@ -66,10 +71,12 @@ def _plain_shapes(call: AttentionCall) -> bool:
 
 def _cudnn_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
     """True if cuDNN's kernel can run the call (`can_use_cudnn_attention`)."""
-    head_dim = call.query.size(-1) if call.query.dim() == 4 else 0
+    if not (8, 0) <= capability <= (12, 1) or not _plain_shapes(call) or _must_be_deterministic():
+        return False
+    head_dim, queries, keys = call.query.size(-1), call.query.size(-2), call.key.size(-2)
     return (
-        capability in ((9, 0), (9, 3), (10, 0), (10, 3))
-        and _plain_shapes(call)
+        keys != 1
+        and (not call.dropout or queries != 1)
         and call.query.dtype in (torch.float16, torch.bfloat16)
         and head_dim % 8 == 0
         and call.value.size(-1) % 8 == 0
@@ -77,6 +84,11 @@ def _cudnn_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
         and (call.mask is None or not call.mask.requires_grad)
         and (not call.grouped or call.query.size(1) % call.key.size(1) == 0)
     )
+
+
+def _must_be_deterministic() -> bool:
+    """True if `torch.use_deterministic_algorithms` forbids kernels that are not deterministic, such as cuDNN's."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _flash_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
