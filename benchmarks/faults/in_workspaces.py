@@ -6,6 +6,7 @@ from benchmarks.faults.fault import Fault
 
 _CALLS = "tests/workspaces/test_convolution_calls.py"
 _ATTENTION = "tests/workspaces/test_cudnn_attention.py"
+_RECURRENT = "tests/workspaces/test_cudnn_recurrent.py"
 
 FAULTS = (
     Fault(
@@ -124,5 +125,21 @@ FAULTS = (
         new="",
         tests=(f"{_ATTENTION}::test_a_plan_names_the_workspaces_of_attention",),
         why="a plan does not say where the workspaces of attention come from",
+    ),
+    Fault(
+        name="workspaces-recurrent-outputs-between-layers",
+        path="planner/workspaces/cudnn_recurrent.py",
+        old="(self.layers * of_layer + (self.layers - 1) * hidden)",
+        new="(self.layers * of_layer)",
+        tests=(f"{_RECURRENT}::test_the_reserve_equals_what_cudnn_named_on_a_card",),
+        why="the outputs between the layers of a recurrent net are saved for backward, and not counted",
+    ),
+    Fault(
+        name="workspaces-recurrent-none",
+        path="planner/workspaces/cudnn_recurrent.py",
+        old="    return [net.workspace_bytes(",
+        new="    return [0 * net.workspace_bytes(",
+        tests=(f"{_RECURRENT}::test_a_step_takes_the_workspace_in_forward_and_backward",),
+        why="the workspaces of recurrent nets, as large as their reserve, are not counted",
     ),
 )

@@ -7,9 +7,9 @@ torch/nn/modules/rnn.py (`flatten_parameters`).
 Packed sequences have one row for each time step of each sample, so the lengths of the sequences have to be known or
 assumed (ATen/native/PackedSequence.cpp).
 
-Two sizes are not exact. cuDNN's *reserve* (what the forward saves for backward) and its workspace have sizes that only
-the closed-source function `cudnnGetRNNTempSpaceSizes` knows. The reserve is assumed to be the minimum that backward
-needs (`_reserve_elements`), and the workspace is not counted. The plan's notes state this assumption.
+Two sizes are estimates. cuDNN's *reserve* (what the forward saves for backward) and its workspace have sizes that only
+the closed-source function `cudnnGetRNNTempSpaceSizes` knows. `planner.workspaces.cudnn_recurrent` has formulas for
+them. The plan's notes state that they are estimates.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from planner.virtual_gpu import backend
 from planner.virtual_gpu.autocast import AUTOCAST_KEY
 from planner.virtual_gpu.kernels import Made, cuda_kernel
 from planner.virtual_gpu.values.data_dependence import DataDependence
+from planner.workspaces.cudnn_recurrent import Recurrent
 
 ASSUMED_RESERVE = (
-    "cuDNN saves the gates, cells and outputs of recurrent layers for backward, and allocates no workspace (its real "
-    "sizes are not public)"
+    "cuDNN saves the gates, cells and outputs of recurrent layers for backward, and takes a workspace (both sizes are "
+    "estimates from what cuDNN 9.20 answers without a card for its standard algorithm)"
 )
 
 ASSUMED_FULL = "all packed sequences have full length"
@@ -40,11 +41,6 @@ _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 """Values of `cudnnRNNMode_t`; the functions of this module have them as argument `mode`."""
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 """Number of gates, by mode."""
-_SAVED_GATES = {0: 1, 1: 1, 2: 4, 3: 4}
-"""Number of tensors of the hidden size that backward needs from the gates of each time step, by mode.
-
-A GRU needs its three gates, and the recurrent part of the new gate before it is multiplied by the reset gate.
-"""
 _CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64)
 """Dtypes that run on cuDNN (`cudnn_is_acceptable` in native/Convolution.cpp). bf16 layers run without it."""
 
@@ -254,24 +250,23 @@ def _forward(
     cy = input.new_empty(0) if cx is None else torch.empty_like(cx)
     if buffer is None:
         buffer = input.new_empty(_weight_elements(weight, stride, mode, hidden_size))
-    steps = (
-        ordered.shape[:-1].numel() * layers * directions
-    )  # Number of time steps of all samples, layers and directions.
-    elements = steps * _reserve_elements(mode, hidden_size, projected, dropout) if train else 0
-    reserve = torch.empty(elements * input.itemsize, dtype=torch.uint8, device=input.device)
+    net = Recurrent(
+        mode=mode,
+        rows=ordered.shape[:-1].numel(),
+        samples=hx.shape[1],
+        input_size=input.shape[-1],
+        hidden_size=hidden_size,
+        projected=projected,
+        layers=layers,
+        directions=directions,
+        itemsize=input.itemsize,
+    )
+    reserve_bytes = net.reserve_bytes(dropout=dropout > 0) if train else 0
+    reserve = torch.empty(reserve_bytes, dtype=torch.uint8, device=input.device)
     if train:
         dependence.assume((ASSUMED_RESERVE,))
     output = output.transpose(0, 1) if batch_first else output
     return (output, hy, cy, reserve, buffer), scratch
-
-
-def _reserve_elements(mode: int, hidden_size: int, projected: int, dropout: float) -> int:
-    """Returns the number of elements in the reserve for each sample, time step, layer and direction.
-
-    These are the gates, the cell of an LSTM, the output and, with dropout, the output after dropout.
-    """
-    cell = hidden_size if mode == 2 else 0
-    return _SAVED_GATES[mode] * hidden_size + cell + (projected or hidden_size) * (2 if dropout else 1)
 
 
 @cuda_kernel(_aten._cudnn_rnn_backward.default)

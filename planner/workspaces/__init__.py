@@ -6,10 +6,19 @@ arguments of the call and the card (`registry`). Each op has a formula, or is li
 workspaces that cuBLAS keeps.
 """
 
-from planner.workspaces import attention, convolutions, cudnn_attention, gemm, indexing, norms, reductions
+from planner.workspaces import (
+    attention,
+    convolutions,
+    cudnn_attention,
+    cudnn_recurrent,
+    gemm,
+    indexing,
+    norms,
+    reductions,
+)
 from planner.workspaces.registry import blocks_of, has_formula, is_known
 
-FORMULAS = (attention, convolutions, cudnn_attention, gemm, indexing, norms, reductions)
+FORMULAS = (attention, convolutions, cudnn_attention, cudnn_recurrent, gemm, indexing, norms, reductions)
 """The modules that define formulas. Importing them registers the formulas."""
 
 __all__ = ["FORMULAS", "blocks_of", "has_formula", "is_known"]
