@@ -59,7 +59,7 @@ class Recurrent:
         return _rounded(saved) + (self.layers - 1) * self.directions * mask + 256
 
     def workspace_bytes(self, weights: int) -> int:
-        """Returns an upper bound of the workspace's bytes. It is at most 9 % above half of the answers of cuDNN.
+        """Returns an upper bound of the workspace's bytes. It is at most 5 % above half of the answers of cuDNN.
 
         Args:
             weights: number of elements of all weight matrices, which the workspace has in another layout.
