@@ -19,6 +19,7 @@ import pathlib
 import random
 from collections.abc import Iterator
 
+from planner.virtual_gpu.rnn import reserve_bytes
 from planner.workspaces.cudnn_recurrent import Recurrent
 
 ANSWERS = pathlib.Path(__file__).parents[1] / "tests/workspaces/cudnn_recurrent.txt"
@@ -57,8 +58,10 @@ class Net:
         """Workspace and reserve in bytes, by the planner's formulas."""
         values = dataclasses.asdict(self)
         steps, has_dropout = values.pop("steps"), values.pop("has_dropout")
-        net = Recurrent(rows=steps * self.samples, **values)
-        return net.workspace_bytes(self.weights), net.reserve_bytes(dropout=bool(has_dropout))
+        rows = steps * self.samples
+        workspace = Recurrent(rows=rows, **values).workspace_bytes(self.weights)
+        del values["samples"], values["input_size"]
+        return workspace, reserve_bytes(rows=rows * self.directions, dropout=bool(has_dropout), **values)
 
 
 def known() -> Iterator[tuple[Net, tuple[int, int]]]:

@@ -128,9 +128,9 @@ FAULTS = (
     ),
     Fault(
         name="workspaces-recurrent-outputs-between-layers",
-        path="planner/workspaces/cudnn_recurrent.py",
-        old="(self.layers * of_layer + (self.layers - 1) * hidden)",
-        new="(self.layers * of_layer)",
+        path="planner/virtual_gpu/rnn.py",
+        old="(layers * of_layer + (layers - 1) * hidden_size)",
+        new="(layers * of_layer)",
         tests=(f"{_RECURRENT}::test_the_reserve_equals_what_cudnn_named_on_a_card",),
         why="the outputs between the layers of a recurrent net are saved for backward, and not counted",
     ),

@@ -1,10 +1,11 @@
-"""Formulas for recurrent layers on cuDNN: the workspace of a call, and the reserve that it saves for backward.
+"""The formula for the workspace that cuDNN takes for recurrent layers.
 
-The source of cuDNN is not public. The formulas were fitted to 6,000 answers of `cudnnGetRNNTempSpaceSizes`, which are
-the same for cuDNN 9.10.2, 9.19.1 and 9.20.0 (`python -m benchmarks.cudnn_recurrent`). It names both sizes before it
-looks for a card, and then reports that there is none. So the formulas are estimates. They hold for the standard
+The source of cuDNN is not public. The formula was fitted to 6,000 answers of `cudnnGetRNNTempSpaceSizes`, which are
+the same for cuDNN 9.10.2, 9.19.1 and 9.20.0 (`python -m benchmarks.cudnn_recurrent`). It names the sizes before it
+looks for a card, and then reports that there is none. So the formula is an estimate. It holds for the standard
 algorithm. PyTorch takes another one for small hidden sizes and, in fp16, for some single layers (native/cudnn/RNN.cpp,
-`get_algo`). Without a card cuDNN does not answer for these.
+`get_algo`). Without a card cuDNN does not answer for these. What cuDNN saves for backward is in
+`planner.virtual_gpu.rnn`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from planner.workspaces.registry import KernelCall, takes_scratch
 
 _LSTM, _GRU = 2, 3
 """Values of `cudnnRNNMode_t`."""
-_SAVED_PER_STEP = {0: 1, 1: 1, _LSTM: 5, _GRU: 6}
-"""Number of tensors of the hidden size that a layer saves for each time step of a sample, by mode."""
 _WORKSPACE = {
     (0, 1): (4, 3, 5), (1, 1): (4, 3, 5), (_LSTM, 1): (6, 3, 11), (_GRU, 1): (5, 3, 5),
     (0, 2): (6, 6, 7), (1, 2): (6, 6, 7), (_LSTM, 2): (7, 6, 13), (_GRU, 2): (6, 6, 7),
@@ -26,7 +25,6 @@ _WORKSPACE = {
 direction, of the input's size for each time step, and of the hidden size for each sample, layer and direction."""
 _MATRIX_PRODUCT_BYTES = 8 << 20
 """Bytes in the workspace for the matrix products of each layer and direction."""
-_ALIGNMENT_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,18 +43,6 @@ class Recurrent:
     layers: int
     directions: int
     itemsize: int
-
-    def reserve_bytes(self, *, dropout: bool) -> int:
-        """Returns the bytes of the reserve. Of 6,000 answers, 21 differ from it, by 32 or 64 bytes.
-
-        A layer saves its gates and cells, and, if it is not the last one, its outputs. With projections, it saves the
-        outputs before and after them. Dropout between layers saves a mask of one bit for each output.
-        """
-        rows, hidden = self.rows * self.directions, self.hidden_size
-        of_layer = _SAVED_PER_STEP[self.mode] * hidden + (hidden + self.projected if self.projected else 0)
-        saved = rows * (self.layers * of_layer + (self.layers - 1) * hidden) * self.itemsize
-        mask = _rounded(-(-rows * (self.projected or hidden) // 8)) if dropout else 0
-        return _rounded(saved) + (self.layers - 1) * self.directions * mask + 256
 
     def workspace_bytes(self, weights: int) -> int:
         """Returns an upper bound of the workspace's bytes. It is at most 5 % above half of the answers of cuDNN.
@@ -94,7 +80,3 @@ def recurrent(call: KernelCall, card: DeviceProfile) -> list[int]:
         itemsize=layout.itemsize,
     )
     return [net.workspace_bytes(sum(weight.numel for weight in given["weight"] if len(weight.shape) == 2))]
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
