@@ -117,7 +117,7 @@ class StepWithRepeatedGradients:
 
 
 class _Gradients:
-    """What the forwards and backwards of a step have recorded.
+    """Describes what the forwards and backwards of a step have recorded.
 
     Args:
         recorder: the recorder, before the first forward.
