@@ -18,6 +18,7 @@ from planner.estimate.allocation_stream import (
     storages_of_blocks,
     streams_of_blocks,
     trials_of_blocks,
+    with_largest,
     with_taken,
 )
 from planner.plan_types.decision_base import Decision, allocator_conf, micro_batches_of
@@ -103,17 +104,19 @@ def measure(
     if card.allocator:
         ids, sizes, ticks = allocation_stream(graph)
         streams = streams_of_blocks(graph)
-        trials = {} if fastest else trials_of_blocks(graph)
+        trials = trials_of_blocks(graph, fastest=fastest)
         outcome = replayed((ids, sizes), card, capacity, settings, streams, trials)
         retries = outcome.retries
         if outcome.out_of_memory_event is not None:
             # The report says how much memory the step would need: replay it to its end, without a limit.
             fits = False
-            outcome = replayed((ids, sizes), card, None, without_limit(settings), streams)
+            trials = trials_of_blocks(graph, fastest=True)
+            outcome = replayed((ids, sizes), card, None, without_limit(settings), streams, trials)
         if outcome.taken:
             curve_bytes = least_bytes
             slower = tuple(graph.storages[index].op or 0 for index in storages_of_blocks(graph, outcome.taken))
             graph = with_taken(graph, outcome.taken)
+        graph = with_largest(graph, outcome.searched)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
         tick = int(ticks[outcome.peak_allocated_event])
     elif capacity is not None:
@@ -169,10 +172,13 @@ def smallest_capacity_bytes(
         return int(graph.live_bytes().max()) + card.outside_bytes
     ids, sizes, _ = allocation_stream(graph)
     settings, streams = without_limit(settings_on(card, decisions)), streams_of_blocks(graph)
-    trials = {} if fastest else trials_of_blocks(graph)
+    trials = trials_of_blocks(graph, fastest=fastest)
     outcome = replayed((ids, sizes), card, None, settings, streams)
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
-    if trials:
+    if any(each.search for each in trials.values()):  # each search empties the cache, which changes what follows
+        while replayed((ids, sizes), card, high, settings, streams, trials).out_of_memory_event is not None:
+            high += max(high // 16, within_bytes)
+    if trials and not fastest:
         least = with_least_workspaces(graph).live_bytes(granularity_bytes=granularity_bytes(card))
         low = min(low, int(least.max()) - 1)
     while high - low > within_bytes:

@@ -6,8 +6,14 @@ import collections
 
 import torch
 
-from planner.estimate.add_workspaces import convolution_notes, unknown_ops
-from planner.estimate.footprint import Measured, smallest_capacity_bytes
+from planner.estimate.add_workspaces import (
+    convolution_notes,
+    has_searches,
+    unknown_ops,
+    with_known_algorithms,
+    without_searches,
+)
+from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.sizes import MIB, format_size
 from planner.profiles.device import DeviceProfile
@@ -51,6 +57,8 @@ def _slower_notes(
     """
     if not any(storage.trials for storage in graph.storages):
         return ()
+    if has_searches(graph):
+        return (_search_note(graph, measured, decisions, card),)
     whole_bytes = smallest_capacity_bytes(graph, card, decisions, fastest=True)
     if measured.slower:
         return (_note_on_slower_ones([graph.ops[index] for index in dict.fromkeys(measured.slower)], whole_bytes),)
@@ -62,6 +70,22 @@ def _slower_notes(
         f"{format_size(whole_bytes)}. With less memory, PyTorch takes slower algorithms with smaller workspaces; the "
         f"step then needs at least {format_size(least_bytes)}",
     )
+
+
+def _search_note(graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile) -> str:
+    """Return the note on the memory of a step whose convolutions search for their fastest algorithms."""
+    usual, known, searching = (
+        measure(each, card, vram_bytes=None, decisions=decisions).footprint.total_bytes
+        for each in (without_searches(graph), with_known_algorithms(graph), graph)
+    )
+    note = (
+        f"without cudnn.benchmark the step takes {format_size(usual)}. With it, it takes at most {format_size(known)} "
+        f"after the first step. In the first step, PyTorch tries the algorithms in the free memory, and takes up to "
+        f"{format_size(searching)} of a card that runs nothing else; then it releases its cache"
+    )
+    if measured.slower:
+        note += ". Under the budget it leaves out algorithms whose workspaces do not fit"
+    return note
 
 
 def _note_on_slower_ones(ops: list[Op], whole_bytes: int) -> str:
