@@ -217,7 +217,7 @@ def answers(library: pathlib.Path, capability: tuple[int, int], wanted: list[Sha
     texts = []
     for place in range(0, len(found), len(kinds)):
         sizes = dict(zip(together, found[place : place + len(kinds)], strict=True))
-        texts.append(tables.written({kind: sizes[kind] for kind in kinds}))
+        texts.append(tables.written([sizes[kind] for kind in kinds], benchmark=kinds[0].benchmark))
     return texts
 
 

@@ -79,7 +79,7 @@ def _search_note(graph: StepGraph, measured: Measured, decisions: tuple[Decision
         for each in (without_searches(graph), with_known_algorithms(graph), graph)
     )
     note = (
-        f"without cudnn.benchmark the step takes {format_size(usual)}. With it, it takes at most {format_size(known)} "
+        f"without cudnn.benchmark the step takes {format_size(usual)}. With it, it takes up to {format_size(known)} "
         f"after the first step. In the first step, PyTorch tries the algorithms in the free memory, and takes up to "
         f"{format_size(searching)} of a card that runs nothing else; then it releases its cache"
     )

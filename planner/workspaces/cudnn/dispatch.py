@@ -130,7 +130,7 @@ def _one_for_each(numbers: Any, dims: int) -> tuple[int, ...]:
 
 
 def _runs_in_cudnn(x: Layout, w: Layout, options: _Options) -> bool:
-    """True if cuDNN may run a convolution (`use_cudnn`): not a deterministic one with dilation, except channels_last."""
+    """True if cuDNN may run a convolution (`use_cudnn`): a deterministic one with dilation only in channels_last."""
     if any(more >= step for more, step in zip(options.output_padding, options.stride, strict=True)):
         return False
     is_dilated = set(options.dilation) != {1}

@@ -19,7 +19,7 @@ import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from planner.workspaces.cudnn.convolution import Convolution, Kind, Shape, Sizes, sizes_of
+from planner.workspaces.cudnn.convolution import Convolution, Shape, Sizes, sizes_of
 from planner.workspaces.registry import BENCHMARK_LIMIT
 
 Version = tuple[int, int, int]
@@ -34,9 +34,13 @@ _WORTH_LISTING = 3 / 4
 """An algorithm is listed if its workspace is at most this fraction of the one listed before it."""
 
 
-def written(workspaces: Mapping[Kind, Sizes]) -> str:
-    """Returns the text for the workspaces of all kinds, for each kind those of the algorithms that PyTorch tries."""
-    return ",".join(_tried_item(sizes) if kind.benchmark else _item(sizes) for kind, sizes in workspaces.items())
+def written(workspaces: Sequence[Sizes], *, benchmark: bool = False) -> str:
+    """Returns the text for the workspaces of all kinds, for each kind those of the algorithms that PyTorch tries.
+
+    Args:
+        benchmark: True if PyTorch tries all algorithms.
+    """
+    return ",".join(map(_searched_item if benchmark else _item, workspaces))
 
 
 def _item(sizes: Sizes) -> str:
@@ -54,11 +58,11 @@ def _item(sizes: Sizes) -> str:
     return ">".join(map(str, kept)) + "!"
 
 
-def _tried_item(sizes: Sizes) -> str:
+def _searched_item(sizes: Sizes) -> str:
     """Returns the text for the workspaces of all algorithms. By default, PyTorch compares the times of the first ones.
 
-    Those of the first `BENCHMARK_LIMIT` come before '|', largest first. Of the others, only those with a larger workspace are kept:
-    they decide how much memory is taken while the algorithms are tried.
+    Those of the first `BENCHMARK_LIMIT` come before '|', largest first. Of the others, only those with a larger
+    workspace are kept: they decide how much memory is taken while the algorithms are tried.
     """
     first = sorted(sizes[:BENCHMARK_LIMIT], reverse=True)
     others = sorted((size for size in sizes[BENCHMARK_LIMIT:] if size > first[0]), reverse=True)
@@ -68,15 +72,15 @@ def _tried_item(sizes: Sizes) -> str:
 def _thinned(sizes: Sequence[int]) -> list[int]:
     kept: list[int] = []
     for size in sizes:
-        if not kept or 0 < kept[-1] and size <= _WORTH_LISTING * kept[-1]:
+        if not kept or (kept[-1] > 0 and size <= _WORTH_LISTING * kept[-1]):
             kept.append(size)
     return kept
 
 
 def read_item(item: str) -> Sizes:
     """Returns the workspaces of one kind, whose text is an item of what `written` returns."""
-    first, is_tried, others = item.partition("|")
-    if is_tried:
+    first, is_searched, others = item.partition("|")
+    if is_searched:
         known = read_item(first)
         return (*known, *known[-1:] * (BENCHMARK_LIMIT - len(known)), *(sizes_of(others) if others else ()))
     if item == "-" or not item:
