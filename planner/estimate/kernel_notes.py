@@ -75,13 +75,15 @@ def _slower_notes(
 def _search_note(graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile) -> str:
     """Return the note on the memory of a step whose convolutions search for their fastest algorithms."""
     usual, known, searching = (
-        measure(each, card, vram_bytes=None, decisions=decisions).footprint.total_bytes
+        measure(each, card, vram_bytes=None, decisions=decisions).footprint
         for each in (without_searches(graph), with_known_algorithms(graph), graph)
     )
     note = (
-        f"without cudnn.benchmark the step takes {format_size(usual)}. With it, it takes up to {format_size(known)} "
-        f"after the first step. In the first step, PyTorch tries the algorithms in the free memory, and takes up to "
-        f"{format_size(searching)} of a card that runs nothing else; then it releases its cache"
+        f"without cudnn.benchmark the step allocates {format_size(usual.allocated_bytes)} and takes "
+        f"{format_size(usual.total_bytes)} in total. With it, a step after the first one allocates at most "
+        f"{format_size(known.allocated_bytes)} and takes about {format_size(known.total_bytes)}. In the first step, "
+        f"PyTorch tries algorithms in free memory, and takes up to {format_size(searching.total_bytes)} of a card that "
+        "runs nothing else; then it releases its cache"
     )
     if measured.slower:
         note += ". Under the budget it leaves out algorithms whose workspaces do not fit"

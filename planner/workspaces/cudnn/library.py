@@ -151,7 +151,7 @@ def device(library: Library, text: str) -> _Descriptor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Configuration:
-    """What decides whether PyTorch takes a configuration of an engine, and its workspace."""
+    """A configuration of an engine: what decides whether PyTorch takes it, and its workspace."""
 
     engine: int
     notes: frozenset[int]
