@@ -66,6 +66,8 @@ class Measured:
     slower: tuple[int, ...] = ()
     """Indices of the ops that run a slower algorithm under the budget, because the workspace of the first one does not
     fit."""
+    searched: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Bytes of the blocks in which algorithms were tried out, by block of `allocation_stream`."""
 
 
 def measure(
@@ -96,6 +98,7 @@ def measure(
     settings, micro_batches = settings_on(card, decisions), micro_batches_of(decisions)
     granularity = granularity_bytes(card)
     slower: tuple[int, ...] = ()
+    searched: Mapping[int, int] = {}
     live = graph.live_bytes(granularity_bytes=granularity)
     curve_bytes = int(live.max())
     least_bytes = int(with_least_workspaces(graph).live_bytes(granularity_bytes=granularity).max())
@@ -116,7 +119,8 @@ def measure(
             curve_bytes = least_bytes
             slower = tuple(graph.storages[index].op or 0 for index in storages_of_blocks(graph, outcome.taken))
             graph = with_taken(graph, outcome.taken)
-        graph = with_largest(graph, outcome.searched)
+        searched = outcome.searched
+        graph = with_largest(graph, searched)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
         tick = int(ticks[outcome.peak_allocated_event])
     elif capacity is not None:
@@ -143,6 +147,7 @@ def measure(
         retries=retries,
         least_bytes=least_bytes,
         slower=slower,
+        searched=searched,
     )
 
 

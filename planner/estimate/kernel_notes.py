@@ -78,10 +78,11 @@ def _search_note(graph: StepGraph, measured: Measured, decisions: tuple[Decision
         measure(each, card, vram_bytes=None, decisions=decisions).footprint
         for each in (without_searches(graph), with_known_algorithms(graph), graph)
     )
+    after_bytes = min(known.total_bytes, searching.total_bytes)  # `searching` has a step after the first one, too
     note = (
         f"without cudnn.benchmark the step allocates {format_size(usual.allocated_bytes)} and takes "
         f"{format_size(usual.total_bytes)} in total. With it, a step after the first one allocates at most "
-        f"{format_size(known.allocated_bytes)} and takes about {format_size(known.total_bytes)}. In the first step, "
+        f"{format_size(known.allocated_bytes)} and takes about {format_size(after_bytes)}. In the first step, "
         f"PyTorch tries algorithms in free memory, and takes up to {format_size(searching.total_bytes)} of a card that "
         "runs nothing else; then it releases its cache"
     )

@@ -44,6 +44,7 @@ def test_only_the_first_algorithms_that_fit_are_compared():
     several = trials(40, 300, 80, 0, most=2)
     assert several.sizes_bytes[0] == 300 * MIB and not one_block(several).taken
     assert one_block(several, 200).taken == {1: 80 * MIB}  # the second one is left out, so the third one is compared
+    assert trials(40, 80, 300, most=2).sizes_bytes[0] == 80 * MIB
     assert trials(40, 300, 80, 900, most=0).sizes_bytes[0] == 900 * MIB
 
 

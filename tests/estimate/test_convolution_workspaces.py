@@ -119,9 +119,12 @@ def test_with_cudnn_benchmark_the_plan_states_the_peak_without_it_and_an_upper_b
     assert plan.cudnn_benchmark and not usual.cudnn_benchmark and not torch.backends.cudnn.benchmark
     assert plan.peak.total_bytes > usual.peak.total_bytes
     assert plan.peak.breakdown["workspaces"] > usual.peak.most["workspaces"]
+    assert plan.tensors[0].category == "workspaces" and plan.tensors[0].size_bytes > plan.peak.allocated_bytes // 2
     (note,) = (note for note in plan.notes if note.startswith("without cudnn.benchmark"))
     assert format_size(usual.peak.total_bytes) in note and format_size(plan.peak.total_bytes) in note
     assert not any("bound is" in note for note in plan.notes)
+    certificate = rewrite.certify(plan, model, batch, loss_fn=loss_fn)
+    assert certificate.certified_bytes == plan.solver.certified_bytes > usual.solver.certified_bytes
 
 
 def test_a_search_for_the_fastest_algorithm_ends_with_the_first_step():
