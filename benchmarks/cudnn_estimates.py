@@ -40,7 +40,7 @@ def main() -> None:
     result = Table(title="errors of estimated workspaces")
     for column in ("cuDNN", "estimate", "numbers", "workspaces", "within 2 %", "3 of 4 within", "9 of 10 within"):
         result.add_column(column, justify="left" if column in ("cuDNN", "estimate", "numbers") else "right")
-    for table in map(tables.read, sorted(tables.FOLDER.glob("*.xz"))):
+    for table in map(tables.read, sorted(tables.FOLDER.glob("*[0-9].xz"))):
         found: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
         for (estimate, numbers), error in errors(table):
             found[estimate, numbers].append(error)

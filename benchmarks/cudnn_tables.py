@@ -1,11 +1,14 @@
 """Writes the tables of cuDNN's workspaces in `profiles/cudnn`: for common convolutions, by version and card.
 
-    python -m benchmarks.cudnn_tables --library PATH/libcudnn.so.9 [--library ...] [--capabilities 8.0 9.0 ...]
+    python -m benchmarks.cudnn_tables --library PATH/libcudnn.so.9 [--library ...] [--capabilities 8.0] [--benchmark]
 
 The convolutions are those of common models, seen in a forward on the meta device, at several batch sizes. Each is asked
-in the memory formats and precisions in which people train, as forward and as both gradients. No GPU is needed. The
-libraries come from the wheels nvidia-cudnn-cu12 and nvidia-cudnn-cu13: download one with `pip download --no-deps`, and
-unpack it. If a table is there already, only what it lacks is asked.
+in the memory formats and precisions in which people train, as forward and as both gradients. With `--benchmark`, the
+tables are those for `torch.backends.cudnn.benchmark = True`: they have the workspaces of all algorithms, which PyTorch
+then tries out. No GPU is needed. The libraries come from the wheels nvidia-cudnn-cu12 and nvidia-cudnn-cu13: download
+one with `pip download --no-deps`, and unpack it. If a table is there already, only what it lacks is asked.
+
+cuDNN 9.10.2 has no column for compute capability 10.0: asked about such a card without its driver, it ends its process.
 """
 
 from __future__ import annotations
@@ -199,9 +202,11 @@ def shapes() -> list[Shape]:
     return sorted(found, key=lambda shape: (shape.w, shape.x[1:], shape))
 
 
-def answers(library: pathlib.Path, capability: tuple[int, int], wanted: list[Shape]) -> list[str]:
+def answers(library: pathlib.Path, capability: tuple[int, int], wanted: list[Shape], kinds: list[Kind]) -> list[str]:
     """Returns the answers of a library for one capability: a text for each shape."""
-    questions = [Convolution(kind, shape).text for shape in wanted for kind in KINDS]
+    # Kinds with the same configurations come one after another, so that cuDNN is asked for them once.
+    together = sorted(kinds, key=lambda kind: (kind.operation, kind.dtype, kind.channels_last))
+    questions = [Convolution(kind, shape).text for shape in wanted for kind in together]
     found: list[Sizes] = []
     while len(found) < len(questions):
         answered = ask_child(library, capability, questions[len(found) :], None)
@@ -209,7 +214,11 @@ def answers(library: pathlib.Path, capability: tuple[int, int], wanted: list[Sha
         if answered.ended:
             print(f"{library}: no answer to {questions[len(found)]} for {capability}: {answered.ended}", flush=True)
             found.append(())
-    return [tables.written(found[place : place + len(KINDS)]) for place in range(0, len(found), len(KINDS))]
+    texts = []
+    for place in range(0, len(found), len(kinds)):
+        sizes = dict(zip(together, found[place : place + len(kinds)], strict=True))
+        texts.append(tables.written([sizes[kind] for kind in kinds], benchmark=kinds[0].benchmark))
+    return texts
 
 
 def columns_of(path: pathlib.Path, kinds: list[str]) -> dict[tuple[int, int], dict[str, str]]:
@@ -227,33 +236,39 @@ def main() -> None:
     parser.add_argument("--library", type=pathlib.Path, action="append", required=True)
     parser.add_argument("--capabilities", nargs="+", default=[f"{major}.{minor}" for major, minor in CAPABILITIES])
     parser.add_argument("--out", type=pathlib.Path, default=tables.FOLDER)
+    parser.add_argument("--benchmark", action="store_true")
     options = parser.parse_args()
-    wanted, kinds = shapes(), [kind.text for kind in KINDS]
+    wanted, kinds = shapes(), [dataclasses.replace(kind, benchmark=options.benchmark) for kind in KINDS]
     print(f"{len(wanted)} shapes of convolutions, {len(kinds)} kinds", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     for library in options.library:
         version = ask_child(library, (8, 0), [], None).version
-        path = options.out / f"{'.'.join(map(str, version))}.xz"
-        columns = columns_of(path, kinds)
+        path = options.out / tables.name_of(version, benchmark=options.benchmark)
+        columns = columns_of(path, [kind.text for kind in kinds])
         named = [tuple(map(int, text.split("."))) for text in options.capabilities]
         for capability in [*columns, *(each for each in named if each not in columns and knows(version, each))]:
             column = columns.setdefault(capability, {})
             new = [shape for shape in wanted if shape.text not in column]
-            column |= dict(zip((shape.text for shape in new), answers(library, capability, new), strict=True))
-            write(path, version, columns, wanted)
+            column |= dict(zip((shape.text for shape in new), answers(library, capability, new, kinds), strict=True))
+            write(path, version, columns, wanted, kinds)
             print(f"{path}: {capability}, {len(new)} new shapes, {path.stat().st_size:,} bytes", flush=True)
 
 
 def write(
-    path: pathlib.Path, version: tuple[int, ...], columns: dict[tuple[int, int], dict[str, str]], wanted: list[Shape]
+    path: pathlib.Path,
+    version: tuple[int, ...],
+    columns: dict[tuple[int, int], dict[str, str]],
+    wanted: list[Shape],
+    kinds: list[Kind],
 ) -> None:
     """Writes a table with the capabilities that have all shapes."""
     complete = sorted(each for each, column in columns.items() if all(shape.text in column for shape in wanted))
+    options = " --benchmark" if kinds[0].benchmark else ""
     header = {
         "cudnn": ".".join(map(str, version)),
-        "made": f"python -m benchmarks.cudnn_tables, {datetime.date.today()}, torch {torch.__version__}",
+        "made": f"python -m benchmarks.cudnn_tables{options}, {datetime.date.today()}, torch {torch.__version__}",
         "capabilities": [f"{major}.{minor}" for major, minor in complete],
-        "kinds": [kind.text for kind in KINDS],
+        "kinds": [kind.text for kind in kinds],
     }
     lines = (" ".join((shape.text, *(columns[each][shape.text] for each in complete))) for shape in wanted)
     content = "\n".join((json.dumps(header), *lines)) + "\n"

@@ -72,6 +72,7 @@ def plan(
     values: Mapping[str, float] | None = None,
     worst_case: bool = True,
     alloc_conf: str | None = None,
+    cudnn_benchmark: bool | None = None,
     eval_batch_size: int | None = None,
     between: Between = (),
     cards: int | Fewest | None = None,
@@ -128,6 +129,9 @@ def plan(
         alloc_conf: options of PyTorch's caching allocator with which you train, in the notation of PYTORCH_ALLOC_CONF,
             such as "expandable_segments:True"; "" for PyTorch's defaults. If None, the options that are set in the
             environment of this process.
+        cudnn_benchmark: True if you train with `torch.backends.cudnn.benchmark = True`. Each convolution then runs the
+            algorithm that is the fastest on the card, and the plan counts an upper bound of its workspace. If None, the
+            setting of this process.
         eval_batch_size: number of samples in a batch of the evaluation that happens between steps; None for none.
         between: what else happens between steps: functions of your own, called as `function(model, optimizer)` or
             `function(model)`, in a list or in a dict with names; or "average" (a moving average of the weights),
@@ -199,7 +203,14 @@ def plan(
         link=link,
     )
     question = Question(
-        work=work, gpu=gpu, vram=plain(vram), constraints=constraints, alloc_conf=alloc_conf, run=run, cards=together
+        work=work,
+        gpu=gpu,
+        vram=plain(vram),
+        constraints=constraints,
+        alloc_conf=alloc_conf,
+        cudnn_benchmark=cudnn_benchmark,
+        run=run,
+        cards=together,
     )
     return ask(question, progress=progress, time_limit=plain(time_limit))
 
@@ -224,6 +235,7 @@ def tradeoff(
     values: Mapping[str, float] | None = None,
     worst_case: bool = True,
     alloc_conf: str | None = None,
+    cudnn_benchmark: bool | None = None,
     seconds: float = DEFAULT_SECONDS,
     progress: bool | Report | None = None,
 ) -> Tradeoff:
@@ -262,7 +274,13 @@ def tradeoff(
         worst_case=worst_case,
     )
     question = Question(
-        work=work, gpu=gpu, vram=plain(vram), constraints=constraints, alloc_conf=alloc_conf, is_tradeoff=True
+        work=work,
+        gpu=gpu,
+        vram=plain(vram),
+        constraints=constraints,
+        alloc_conf=alloc_conf,
+        cudnn_benchmark=cudnn_benchmark,
+        is_tradeoff=True,
     )
     return ask(question, progress=progress, time_limit=plain(seconds))
 

@@ -146,6 +146,7 @@ _SWITCH = (_is_bool, "True or False")
 _FUNCTIONS = ("loss_fn", "step", "parallelize", "optimizer", "progress")
 _MAY_BE_NONE = (
     *("gpu", "only", "max_slowdown", "margin", "by_sample", "values", "alloc_conf", "eval_batch_size", "cards", "mesh"),
+    *("cudnn_benchmark",),
     *("parallelize", "sharding", "cards_per_node", "link", "progress", "loss_fn", "step"),
 )
 _EXPECTED: dict[str, tuple[Test, str]] = {
@@ -165,6 +166,7 @@ _EXPECTED: dict[str, tuple[Test, str]] = {
     "by_sample": (_are_names, "names of tensors of the batch, such as ('x', 'labels'), or None"),
     "values": (_are_values, "numbers by line, such as {'model.py:42': 100}"),
     "alloc_conf": (_is_text, "options as text, such as 'expandable_segments:True', or None"),
+    "cudnn_benchmark": (_is_bool, "True, False, or None for the setting of this process"),
     "eval_batch_size": (_is_count, "a number of samples, at least 1, or None"),
     "between": (_are_activities, "functions, 'average', 'save' or 'resume' in a list, or in a dict with names"),
     "cards": (lambda value: _is_text(value) or _is_whole(value), "the number of cards, 'fewest', or None for one"),

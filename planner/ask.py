@@ -77,6 +77,8 @@ class Question:
     """None to record the step only."""
     alloc_conf: str | None = None
     """Options of the caching allocator; None for those in the environment of this process."""
+    cudnn_benchmark: bool | None = None
+    """The setting `torch.backends.cudnn.benchmark`; None for that of this process."""
     is_tradeoff: bool = False
     run: RunRequest = dataclasses.field(default_factory=RunRequest)
     cards: Cards | None = None
@@ -93,6 +95,7 @@ class Question:
             return pipeline.record_step(self.work.resolve(card, watch), card, watch=watch)
         card, vram_bytes = card_and_budget(self.gpu, self.vram)
         card, notes = with_allocator_options(card, self.alloc_conf)
+        card = dataclasses.replace(card, cudnn_benchmark=self.cudnn_benchmark)
         compute = (
             pipeline.tradeoff_workload if self.is_tradeoff else functools.partial(plan_step_or_run, request=self.run)
         )

@@ -12,6 +12,8 @@ import torch
 from planner.choose.choice import TIE, Choice
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
+from planner.estimate.add_workspaces import has_searches
+from planner.estimate.allocation_stream import with_largest
 from planner.estimate.footprint import granularity_bytes, measure
 from planner.estimate.kernel_notes import kernel_notes
 from planner.estimate.largest_tensors import largest_tensors
@@ -113,11 +115,14 @@ def assemble_plan(
             *_nccl_notes(session.card),
         ),
         alloc_conf=session.card.alloc_conf,
+        cudnn_benchmark=has_searches(certified.graph),
         link=None if links is None else links.within.name,
         cards_per_node=None if links is None else links.cards_per_node,
         versions=versions(),
         tensors=largest_tensors(
-            certified.graph, certified.measured.peak_tick, granularity_bytes=granularity_bytes(session.card)
+            with_largest(certified.graph, certified.measured.searched),
+            certified.measured.peak_tick,
+            granularity_bytes=granularity_bytes(session.card),
         ),
         seconds=time.perf_counter() - began,
         recalled=session.watch.recalled,

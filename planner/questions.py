@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from planner import pipeline, profiles
 from planner.assemble import assemble_plan
@@ -250,7 +252,11 @@ def largest_within(
 
 
 def smallest_card(
-    workload: Workload, constraints: Constraints, watch: Watch | None = None, *, alloc_conf: str = ""
+    workload: Workload,
+    constraints: Constraints,
+    watch: Watch | None = None,
+    *,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Plan:
     """Returns the plan for the known card with the least memory on which a plan fits.
 
@@ -259,9 +265,9 @@ def smallest_card(
     card and not a larger card.
 
     Args:
-        alloc_conf: options of the caching allocator that the user has set.
+        settings: what the user has set for the process on the card: values by the name of a field of `DeviceProfile`.
     """
-    known = (dataclasses.replace(profiles.load(name), alloc_conf=alloc_conf) for name in profiles.known())
+    known = (dataclasses.replace(profiles.load(name), **settings) for name in profiles.known())
     cards = sorted(known, key=lambda card: (card.vram_bytes, card.name))
     for number, card in enumerate(cards):
         plan = plan_that_fits(workload, card, vram_bytes=card.vram_bytes, constraints=constraints, watch=watch)

@@ -43,6 +43,7 @@ def replan(
     gpu: str | None,
     margin: str | None = None,
     alloc_conf: str | None = None,
+    cudnn_benchmark: bool = False,
     watch: Watch | None = None,
 ) -> Plan:
     """Rehearse the decisions of a saved plan again, and return the plan with the new memory, time and verdict.
@@ -52,6 +53,8 @@ def replan(
         gpu: the name of a profile; None keeps the card of the saved plan.
         margin: the part of the card that stays free. None keeps the margin of the saved plan, except on another card.
         alloc_conf: options of the caching allocator; None keeps those with which the saved plan was simulated.
+        cudnn_benchmark: True for training with `torch.backends.cudnn.benchmark = True`; False keeps the setting of the
+            saved plan.
         watch: limits the time, and receives progress; None for no limit.
 
     Raises:
@@ -66,6 +69,7 @@ def replan(
         card, vram_bytes = card_and_budget(gpu or saved.card, vram)
     card = with_planned_links(card, saved, is_same_card=gpu is None)
     card, given = with_allocator_options(card, saved.alloc_conf if alloc_conf is None else alloc_conf)
+    card = dataclasses.replace(card, cudnn_benchmark=saved.cudnn_benchmark or cudnn_benchmark)
     constraints = Constraints(
         fidelity=Fidelity.parse(saved.fidelity),
         forced=saved.forced,

@@ -88,7 +88,9 @@ class DeviceProfile:
     alloc_conf: str = ""
     """Options of the caching allocator that the user has set for the process on the card, in the notation of
     PYTORCH_ALLOC_CONF. No profile file has them; empty for PyTorch's defaults."""
-
+    cudnn_benchmark: bool | None = None
+    """The setting `torch.backends.cudnn.benchmark` with which the user trains; None for that of the process that
+    rehearses the step. No profile file has it."""
     links: Links | None = None
     """The links to other cards; None if the card trains alone. Profile files do not have them (`links.with_links`)."""
 

@@ -96,7 +96,8 @@ def _certified(
             f"{workload.batch_size}: give a batch of the planned size, or make the plan again"
         )
     workload = dataclasses.replace(workload, not_by_sample=plan.workload.not_by_sample)
-    card = dataclasses.replace(card or resolve_card(plan.card, plan.vram_bytes), alloc_conf=plan.alloc_conf)
+    card = card or resolve_card(plan.card, plan.vram_bytes)
+    card = dataclasses.replace(card, alloc_conf=plan.alloc_conf, cudnn_benchmark=plan.cudnn_benchmark)
     graph = certifying_graph(with_gradient_names(workload, card, watch), plan.decisions, card, watch)
     measured = measure(graph, card, vram_bytes=plan.usable_bytes, decisions=plan.decisions)
     return Certificate(footprint=measured.footprint, fits=measured.fits, certified_bytes=measured.curve_bytes)

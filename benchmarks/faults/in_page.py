@@ -48,8 +48,8 @@ FAULTS = (
     Fault(
         name="snapshot-without-released-segments",
         path="planner/snapshot/simulate.py",
-        old="abs(size), stream) for address, size in exchanges\n",
-        new="abs(size), stream) for address, size in exchanges if size > 0\n",
+        old="abs(size), stream) for address, size in exchanges)\n",
+        new="abs(size), stream) for address, size in exchanges if size > 0)\n",
         tests=(
             "tests/snapshot/test_write.py::"
             "test_segments_that_a_full_card_releases_are_events_of_the_request_that_needs_them",

@@ -10,6 +10,30 @@ _RECURRENT = "tests/workspaces/test_cudnn_recurrent.py"
 
 FAULTS = (
     Fault(
+        name="workspaces-search-keeps-the-cache",
+        path="planner/allocator/trials.py",
+        old="        allocator.empty_cache()\n",
+        new="",
+        tests=("tests/allocator/test_searches.py::test_the_block_of_a_search_is_released_before_the_algorithm_runs",),
+        why="the memory after the first step with cudnn.benchmark includes the block in which algorithms were tried",
+    ),
+    Fault(
+        name="workspaces-search-compares-all",
+        path="planner/workspaces/registry.py",
+        old="        return tuple(fitting[: self.most or None])\n",
+        new="        return tuple(fitting)\n",
+        tests=("tests/allocator/test_searches.py::test_only_the_first_algorithms_that_fit_are_compared",),
+        why="a convolution with cudnn.benchmark is promised the workspace of an algorithm that PyTorch never compares",
+    ),
+    Fault(
+        name="workspaces-deterministic-dilated-in-cudnn",
+        path="planner/workspaces/cudnn/dispatch.py",
+        old="    return not (is_dilated and options.settings.deterministic) or convolves_channels_last(x, w)\n",
+        new="    return True\n",
+        tests=(f"{_CALLS}::test_deterministic_convolutions_with_dilation_run_in_cudnn_in_channels_last_only",),
+        why="a deterministic convolution with dilation is counted with a workspace of cuDNN, which does not run it",
+    ),
+    Fault(
         name="workspaces-of-the-fastest-algorithms-only",
         path="planner/estimate/kernel_notes.py",
         old="    least_bytes = smallest_capacity_bytes(graph, card, decisions)\n",
@@ -23,7 +47,7 @@ FAULTS = (
     Fault(
         name="workspaces-algorithm-is-not-remembered",
         path="planner/allocator/trials.py",
-        old="            self._remembered[trials.remembered_as] = size\n",
+        old="        self._remembered[trials.remembered_as] = size_bytes\n",
         new="",
         tests=(
             "tests/allocator/test_trials.py::test_the_size_that_fitted_last_is_tried_first_by_the_same_convolution",

@@ -43,6 +43,8 @@ class AllocatorOutcome:
     """Number of requests for which all free segments were released (`num_alloc_retries` in PyTorch)."""
     taken: Mapping[int, int]
     """Bytes of each storage that got another size than the first one that was tried."""
+    searched: Mapping[int, int]
+    """Bytes of the block in which algorithms were tried out, for each storage for which PyTorch did so."""
 
 
 def replay(
@@ -97,8 +99,8 @@ def replay(
                 break
             if block is not None:
                 alive[storage] = block
-            if allocator.allocated_bytes > peak_bytes:
-                peak_bytes, peak_event = allocator.allocated_bytes, index
+            if allocator.peak_allocated_bytes > peak_bytes:
+                peak_bytes, peak_event = allocator.peak_allocated_bytes, index
         elif storage in alive:
             allocator.free(alive.pop(storage))
         elif size_bytes < 0:
@@ -125,6 +127,7 @@ def replay(
         final_fragment_bytes=sum(fragments),
         retries=allocator.retries,
         taken=workspaces.taken,
+        searched=workspaces.searched,
     )
 
 

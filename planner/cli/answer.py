@@ -97,7 +97,8 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     if options.smallest_card:
         conf = with_allocator_options(resolve_card("generic", None), options.alloc_conf)[0].alloc_conf
         workload = load(batch_size=options.batch_size, seq_len=options.seq_len)
-        return questions.smallest_card(workload, constraints, watch, alloc_conf=conf)
+        settings = {"alloc_conf": conf, "cudnn_benchmark": options.cudnn_benchmark or None}
+        return questions.smallest_card(workload, constraints, watch, settings=settings)
     card, vram_bytes = _card_and_budget(options)
     load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card, watch))
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
@@ -176,6 +177,7 @@ def _cards(options: argparse.Namespace, checkpoints: bool | None) -> Cards | Non
 def _card_and_budget(options: argparse.Namespace) -> tuple[DeviceProfile, int | None]:
     """Returns the card with the options of the allocator that the user has set, and the budget in bytes."""
     card, vram_bytes = card_and_budget(options.gpu, options.vram)
+    card = dataclasses.replace(card, cudnn_benchmark=options.cudnn_benchmark or None)
     return with_allocator_options(card, options.alloc_conf)[0], vram_bytes
 
 
@@ -327,6 +329,7 @@ def _replan(saved: Plan, options: argparse.Namespace, watch: Watch) -> Plan:
         gpu=options.gpu,
         margin=options.margin,
         alloc_conf=options.alloc_conf,
+        cudnn_benchmark=options.cudnn_benchmark,
         watch=watch,
     )
 

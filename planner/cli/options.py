@@ -224,6 +224,12 @@ def _add_budget(group: argparse._ArgumentGroup) -> None:
         "its defaults (default: the options that are set in this environment, in PYTORCH_ALLOC_CONF)",
     )
     group.add_argument(
+        "--cudnn-benchmark",
+        action="store_true",
+        help="you train with torch.backends.cudnn.benchmark = True: count an upper bound of the workspaces of "
+        "convolutions, and the memory in which PyTorch tries their algorithms (default: the setting of MODEL's code)",
+    )
+    group.add_argument(
         "--max-slowdown",
         type=_ratio,
         metavar="X",

@@ -46,7 +46,7 @@ def convolution_notes(graph: StepGraph, card: DeviceProfile, torch_version: str)
             known.answers,
             torch_version=torch_version,
             others=known.others,
-            benchmark=known.benchmark,
+            searched=known.searched,
             silent=sources.reasons(),
         )
     )
@@ -110,6 +110,37 @@ def with_least_workspaces(graph: StepGraph) -> StepGraph:
         for storage in graph.storages
     ]
     return dataclasses.replace(graph, storages=storages)
+
+
+def without_searches(graph: StepGraph) -> StepGraph:
+    """Returns the recording as if PyTorch did not search for the fastest algorithms of convolutions."""
+    storages = []
+    for storage in graph.storages:
+        search = None if storage.trials is None else storage.trials.search
+        if storage.trials is not None and search is not None:
+            sizes = search.heuristic_bytes
+            if not sizes[0]:
+                continue
+            trials = dataclasses.replace(storage.trials, sizes_bytes=sizes, search=None) if len(sizes) > 1 else None
+            storage = dataclasses.replace(storage, size_bytes=sizes[0], trials=trials)
+        storages.append(storage)
+    return dataclasses.replace(graph, storages=storages)
+
+
+def with_known_algorithms(graph: StepGraph) -> StepGraph:
+    """Returns the recording as if the search had ended before, with the algorithms that need the largest workspaces."""
+    storages = [
+        storage
+        if storage.trials is None
+        else dataclasses.replace(storage, trials=dataclasses.replace(storage.trials, search=None))
+        for storage in graph.storages
+    ]
+    return dataclasses.replace(graph, storages=storages)
+
+
+def has_searches(graph: StepGraph) -> bool:
+    """True if PyTorch searches for the fastest algorithms of convolutions in this step."""
+    return any(storage.trials is not None and storage.trials.search is not None for storage in graph.storages)
 
 
 def _life(block: Block, tick: int, births: list[int]) -> tuple[int, int]:

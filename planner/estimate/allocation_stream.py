@@ -42,10 +42,21 @@ def streams_of_blocks(graph: StepGraph) -> dict[int, int]:
     return {block: stream for block, stream in enumerate(of_lives) if stream}
 
 
-def trials_of_blocks(graph: StepGraph) -> dict[int, Trials]:
-    """Returns what is tried for each block of `allocation_stream` if it does not fit, where something else is tried."""
+def trials_of_blocks(graph: StepGraph, *, fastest: bool = False) -> dict[int, Trials]:
+    """Returns what is tried for each block of `allocation_stream` if it does not fit, where something else is tried.
+
+    Args:
+        fastest: True if no smaller size may be taken. Then only the searches for the fastest algorithm are left.
+    """
     of_lives = (storage.trials for storage, spans in zip(graph.storages, graph.spans(), strict=True) for _ in spans)
-    return {block: trials for block, trials in enumerate(of_lives) if trials is not None}
+    found = {block: trials for block, trials in enumerate(of_lives) if trials is not None}
+    if not fastest:
+        return found
+    return {
+        block: dataclasses.replace(trials, sizes_bytes=trials.sizes_bytes[:1])
+        for block, trials in found.items()
+        if trials.search is not None
+    }
 
 
 def storages_of_blocks(graph: StepGraph, blocks: Iterable[int]) -> list[int]:
@@ -68,6 +79,16 @@ def with_taken(graph: StepGraph, taken: Mapping[int, int]) -> StepGraph:
         for index, storage in enumerate(graph.storages)
     ]
     return dataclasses.replace(graph, storages=storages)
+
+
+def with_largest(graph: StepGraph, searched: Mapping[int, int]) -> StepGraph:
+    """Returns the recording with storages as large as the blocks in which their algorithms were searched for.
+
+    Args:
+        searched: sizes by block of `allocation_stream`. Such a block is freed before the storage is allocated.
+    """
+    sizes = zip(storages_of_blocks(graph, searched), searched.items(), strict=True)
+    return with_taken(graph, {block: size for index, (block, size) in sizes if size > graph.storages[index].size_bytes})
 
 
 def signed_sizes(ids: Sequence[int], sizes: Sequence[int], *, granularity_bytes: int) -> list[int]:

@@ -18,6 +18,7 @@ from planner.estimate.allocation_stream import (
     storages_of_blocks,
     streams_of_blocks,
     trials_of_blocks,
+    with_largest,
     with_taken,
 )
 from planner.plan_types.decision_base import Decision, allocator_conf, micro_batches_of
@@ -65,6 +66,8 @@ class Measured:
     slower: tuple[int, ...] = ()
     """Indices of the ops that run a slower algorithm under the budget, because the workspace of the first one does not
     fit."""
+    searched: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Bytes of the blocks in which algorithms were tried out, by block of `allocation_stream`."""
 
 
 def measure(
@@ -95,6 +98,7 @@ def measure(
     settings, micro_batches = settings_on(card, decisions), micro_batches_of(decisions)
     granularity = granularity_bytes(card)
     slower: tuple[int, ...] = ()
+    searched: Mapping[int, int] = {}
     live = graph.live_bytes(granularity_bytes=granularity)
     curve_bytes = int(live.max())
     least_bytes = int(with_least_workspaces(graph).live_bytes(granularity_bytes=granularity).max())
@@ -103,17 +107,20 @@ def measure(
     if card.allocator:
         ids, sizes, ticks = allocation_stream(graph)
         streams = streams_of_blocks(graph)
-        trials = {} if fastest else trials_of_blocks(graph)
+        trials = trials_of_blocks(graph, fastest=fastest)
         outcome = replayed((ids, sizes), card, capacity, settings, streams, trials)
         retries = outcome.retries
         if outcome.out_of_memory_event is not None:
             # The report says how much memory the step would need: replay it to its end, without a limit.
             fits = False
-            outcome = replayed((ids, sizes), card, None, without_limit(settings), streams)
+            trials = trials_of_blocks(graph, fastest=True)
+            outcome = replayed((ids, sizes), card, None, without_limit(settings), streams, trials)
         if outcome.taken:
             curve_bytes = least_bytes
             slower = tuple(graph.storages[index].op or 0 for index in storages_of_blocks(graph, outcome.taken))
             graph = with_taken(graph, outcome.taken)
+        searched = outcome.searched
+        graph = with_largest(graph, searched)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
         tick = int(ticks[outcome.peak_allocated_event])
     elif capacity is not None:
@@ -140,6 +147,7 @@ def measure(
         retries=retries,
         least_bytes=least_bytes,
         slower=slower,
+        searched=searched,
     )
 
 
@@ -169,10 +177,13 @@ def smallest_capacity_bytes(
         return int(graph.live_bytes().max()) + card.outside_bytes
     ids, sizes, _ = allocation_stream(graph)
     settings, streams = without_limit(settings_on(card, decisions)), streams_of_blocks(graph)
-    trials = {} if fastest else trials_of_blocks(graph)
+    trials = trials_of_blocks(graph, fastest=fastest)
     outcome = replayed((ids, sizes), card, None, settings, streams)
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
-    if trials:
+    if any(each.search for each in trials.values()):  # each search empties the cache, which changes what follows
+        while replayed((ids, sizes), card, high, settings, streams, trials).out_of_memory_event is not None:
+            high += max(high // 16, within_bytes)
+    if trials and not fastest:
         least = with_least_workspaces(graph).live_bytes(granularity_bytes=granularity_bytes(card))
         low = min(low, int(least.max()) - 1)
     while high - low > within_bytes:

@@ -7,8 +7,14 @@ from collections.abc import Collection
 
 import torch
 
-from planner.estimate.add_workspaces import convolution_notes, unknown_ops
-from planner.estimate.footprint import Measured, smallest_capacity_bytes
+from planner.estimate.add_workspaces import (
+    convolution_notes,
+    has_searches,
+    unknown_ops,
+    with_known_algorithms,
+    without_searches,
+)
+from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.sizes import MIB, format_size
 from planner.profiles.device import DeviceProfile
@@ -60,6 +66,8 @@ def _slower_notes(
     """
     if not any(storage.trials for storage in graph.storages):
         return ()
+    if has_searches(graph):
+        return (_search_note(graph, measured, decisions, card),)
     whole_bytes = smallest_capacity_bytes(graph, card, decisions, fastest=True)
     if measured.slower:
         return (_note_on_slower_ones([graph.ops[index] for index in dict.fromkeys(measured.slower)], whole_bytes),)
@@ -71,6 +79,25 @@ def _slower_notes(
         f"{format_size(whole_bytes)}. With less memory, PyTorch takes slower algorithms with smaller workspaces; the "
         f"step then needs at least {format_size(least_bytes)}",
     )
+
+
+def _search_note(graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile) -> str:
+    """Return the note on the memory of a step whose convolutions search for their fastest algorithms."""
+    usual, known, searching = (
+        measure(each, card, vram_bytes=None, decisions=decisions).footprint
+        for each in (without_searches(graph), with_known_algorithms(graph), graph)
+    )
+    after_bytes = min(known.total_bytes, searching.total_bytes)  # `searching` has a step after the first one, too
+    note = (
+        f"without cudnn.benchmark the step allocates {format_size(usual.allocated_bytes)} and takes "
+        f"{format_size(usual.total_bytes)} in total. With it, a step after the first one allocates at most "
+        f"{format_size(known.allocated_bytes)} and takes about {format_size(after_bytes)}. In the first step, "
+        f"PyTorch tries algorithms in free memory, and takes up to {format_size(searching.total_bytes)} of a card that "
+        "runs nothing else; then it releases its cache"
+    )
+    if measured.slower:
+        note += ". Under the budget it leaves out algorithms whose workspaces do not fit"
+    return note
 
 
 def _note_on_slower_ones(ops: list[Op], whole_bytes: int) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from planner.profiles.device import DeviceProfile
+from planner.recording.op_schema import cudnn_settings
 from planner.workload.workload import Workload, described, tensors_of
 
 _LIBRARIES = (
@@ -75,6 +76,7 @@ def identity(workload: Workload, card: DeviceProfile) -> str | None:
         "files": list(_files(workload.model)),
         "environment": sorted(item for item in os.environ.items() if _VARIABLES.fullmatch(item[0])),
         "default dtype": str(torch.get_default_dtype()),
+        "cudnn": repr(cudnn_settings()),
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
     for line in _structure(workload.model):

@@ -105,6 +105,9 @@ class Plan:
     alloc_conf: str = ""
     """Options of the caching allocator that the user has set, with which baseline and plan were simulated, in the
     notation of PYTORCH_ALLOC_CONF. Empty for PyTorch's defaults, and in plans of older versions."""
+    cudnn_benchmark: bool = False
+    """True if baseline and plan were simulated with `torch.backends.cudnn.benchmark = True`; False in plans of older
+    versions."""
     link: str | None = None
     """The link between the cards of one machine, as `--link` takes it; None for one card, and in plans of older
     versions."""
@@ -202,6 +205,7 @@ class Plan:
                 tensors=tuple(LiveTensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]),
                 run=_run_from_json(data.get("run")),
                 alloc_conf=data.get("alloc_conf", ""),
+                cudnn_benchmark=data.get("cudnn_benchmark", False),
                 link=data.get("link"),
                 cards_per_node=data.get("cards_per_node"),
                 **{name: data[name] for name in _PLAIN_FIELDS},

@@ -12,7 +12,7 @@ import torch
 from planner.virtual_gpu import sparse_tensors
 from planner.virtual_gpu.values.data_dependent_ops import BOUNDED
 from planner.workspaces import is_known
-from planner.workspaces.registry import CudnnSettings, KernelCall, Layout
+from planner.workspaces.registry import BENCHMARK_LIMIT, CudnnSettings, KernelCall, Layout
 
 _SHORT_NAMES = {
     torch.float64: "fp64",
@@ -136,17 +136,19 @@ def kernel_call(op: torch._ops.OpOverload, args: tuple, kwargs: dict, out: objec
     return KernelCall(
         arguments={name: _as_data(value) for name, value in arguments.items()},
         outputs=tuple(_layout(result) for result in results if isinstance(result, torch.Tensor)),
-        settings=_cudnn_settings() if "convolution" in op._schema.name else CudnnSettings(),
+        settings=cudnn_settings() if "convolution" in op._schema.name else CudnnSettings(),
     )
 
 
-def _cudnn_settings() -> CudnnSettings:
+def cudnn_settings() -> CudnnSettings:
     """Returns the settings of cuDNN that hold now. `fp32_precision` of convolutions includes the older `allow_tf32`."""
+    limit: int | None = torch.backends.cudnn.benchmark_limit  # None in a build without CUDA
     return CudnnSettings(
         enabled=torch.backends.cudnn.enabled,
         allow_tf32=torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
         deterministic=torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
         benchmark=torch.backends.cudnn.benchmark,
+        benchmark_limit=BENCHMARK_LIMIT if limit is None else limit,
     )
 
 

@@ -64,10 +64,23 @@ def simulate(
         if settings.expandable_segments
         else (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE)
     )
-    workspaces = WorkspaceTrials(trials)
+    events: list[Event] = []
+
+    def note_exchanges(stream: int) -> None:
+        """Adds events for the memory that was taken from the driver, or released."""
+        events.extend(Event(taken if size > 0 else released, address, abs(size), stream) for address, size in exchanges)
+        exchanges.clear()
+
+    def note_search(block: Block) -> None:
+        """Adds events for the block in which algorithms of a convolution are tried out."""
+        stream, size_bytes = block.pool.stream, block.requested_bytes
+        note_exchanges(stream)
+        for action in (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED):
+            events.append(Event(action, block.address, size_bytes, stream))
+
+    workspaces = WorkspaceTrials(trials, note_search)
     alive: dict[int, tuple[Block, int]] = {}
     peak_bytes = peak_request = 0
-    events: list[Event] = []
     causes: list[int] = []
     for index, (storage, size_bytes) in enumerate(requests):
         if size_bytes:
@@ -75,12 +88,9 @@ def simulate(
             block = workspaces.malloc(allocator, storage, size_bytes, stream)
             if block is not None:
                 alive[storage] = block, index
-            if allocator.allocated_bytes > peak_bytes:
-                peak_bytes, peak_request = allocator.allocated_bytes, index
-            events += [
-                Event(taken if size > 0 else released, address, abs(size), stream) for address, size in exchanges
-            ]
-            exchanges.clear()
+            if allocator.peak_allocated_bytes > peak_bytes:
+                peak_bytes, peak_request = allocator.peak_allocated_bytes, index
+            note_exchanges(stream)
             if block is not None:
                 events.append(Event(Action.ALLOC, block.address, workspaces.taken.get(storage, size_bytes), stream))
         elif storage in alive:

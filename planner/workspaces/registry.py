@@ -41,6 +41,10 @@ class Layout:
         return {"float32": 4, "bfloat16": 4, "float16": 4}.get(self.dtype, 8)
 
 
+BENCHMARK_LIMIT = 10
+"""The default of `torch.backends.cudnn.benchmark_limit` (aten/src/ATen/Context.h)."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudnnSettings:
     """The settings of `torch.backends.cudnn` with which an op ran. The defaults are PyTorch's."""
@@ -50,7 +54,9 @@ class CudnnSettings:
     """True if convolutions in fp32 may be rounded to TF32."""
     deterministic: bool = False
     benchmark: bool = False
-    """True if cuDNN chooses its algorithms by their time, which is not known without the card."""
+    """True if each convolution runs the algorithm that is the fastest on the card."""
+    benchmark_limit: int = BENCHMARK_LIMIT
+    """Number of algorithms whose times are compared then; 0 for all of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +86,31 @@ class Trials:
     usually slower."""
     remembered_as: str
     """Key under which PyTorch remembers the last size that fitted: calls with the same key begin with it."""
+    search: Search | None = None
+    """How PyTorch finds the algorithm if it measures their times; None if it takes the first one that fits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """How PyTorch finds the fastest algorithm of a convolution, with `torch.backends.cudnn.benchmark = True`."""
+
+    plans_bytes: tuple[int, ...]
+    """Sizes of the workspaces of all algorithms, in cuDNN's order."""
+    most: int
+    """Number of algorithms whose times are compared; 0 for all of them."""
+    card_bytes: int
+    """Memory of the card that the caching allocator may take."""
+    heuristic_bytes: tuple[int, ...]
+    """Sizes that PyTorch tries without a search."""
+
+    def compared(self, available_bytes: int) -> tuple[int, ...]:
+        """Returns the sizes of the algorithms whose times are compared: the first ones of those that fit.
+
+        Args:
+            available_bytes: the largest workspace that fits.
+        """
+        fitting = [size for size in self.plans_bytes if size <= available_bytes]
+        return tuple(fitting[: self.most or None])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

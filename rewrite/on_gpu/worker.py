@@ -112,6 +112,8 @@ def run(plan: Plan, device: Device, *, cap_bytes: int | None, find_op: bool = Fa
     """
     workload = workload_of(plan)
     set_options(plan.decisions, plan.alloc_conf)
+    if plan.cudnn_benchmark:
+        torch.backends.cudnn.benchmark = True
     try:
         device.begin(cap_bytes)
         return _trained(plan, workload, device, find_op=find_op)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,13 @@ from torch import nn
 import planner
 from examples import convnet
 from planner import profiles, rewrite
-from planner.estimate.add_workspaces import convolution_notes, with_workspaces
+from planner.estimate.add_workspaces import (
+    convolution_notes,
+    has_searches,
+    with_known_algorithms,
+    with_workspaces,
+    without_searches,
+)
 from planner.estimate.allocation_stream import allocation_stream
 from planner.estimate.footprint import measure, smallest_capacity_bytes
 from planner.plan_types.sizes import MIB, format_size
@@ -99,7 +107,47 @@ def test_cudnn_benchmark_and_convolutions_that_are_not_cudnns_are_noted():
     notes = convolution_notes(recorded(program), CARD, "2.13.0")
     assert any("1 of 1 workspaces" in note and "by a formula" in note for note in notes)
     assert any("benchmark is on" in note for note in notes)
+    assert any("bound is not known for 1 of 1 workspaces" in note for note in notes)
     assert any("do not run on cuDNN (1 ops)" in note for note in notes)
+
+
+def test_with_cudnn_benchmark_the_plan_states_the_peak_without_it_and_an_upper_bound():
+    model, batch, loss_fn = convnet.build(batch_size=32)
+    arguments = {"loss_fn": loss_fn, "gpu": "a100-40gb", "vram": None}
+    usual = planner.plan(model, batch, **arguments)
+    plan = planner.plan(model, batch, **arguments, cudnn_benchmark=True)
+    assert plan.cudnn_benchmark and not usual.cudnn_benchmark and not torch.backends.cudnn.benchmark
+    assert plan.peak.total_bytes > usual.peak.total_bytes
+    assert plan.peak.breakdown["workspaces"] > usual.peak.most["workspaces"]
+    assert plan.tensors[0].category == "workspaces" and plan.tensors[0].size_bytes > plan.peak.allocated_bytes // 2
+    (note,) = (note for note in plan.notes if note.startswith("without cudnn.benchmark"))
+    assert format_size(usual.peak.total_bytes) in note and format_size(plan.peak.total_bytes) in note
+    assert not any("bound is" in note for note in plan.notes)
+    certificate = rewrite.certify(plan, model, batch, loss_fn=loss_fn)
+    assert certificate.certified_bytes == plan.solver.certified_bytes > usual.solver.certified_bytes
+
+
+def test_a_search_for_the_fastest_algorithm_ends_with_the_first_step():
+    def program(device: torch.device) -> None:
+        layer = nn.Conv2d(64, 64, 3, padding=1, device=device)
+        images = torch.rand(32, 64, 56, 56, device=device)
+        for _ in range(2):
+            layer(images).sum().backward()
+
+    searching = dataclasses.replace(CARD, cudnn_benchmark=True)
+    graph = with_workspaces(recorded(program), searching, "2.13.0")
+    usual = with_workspaces(recorded(program), CARD, "2.13.0")
+    assert has_searches(graph) and not has_searches(usual)
+    assert measure(without_searches(graph), CARD, vram_bytes=None) == measure(usual, CARD, vram_bytes=None)
+    first, later = (measure(each, CARD, vram_bytes=None) for each in (graph, with_known_algorithms(graph)))
+    assert first.footprint.allocated_bytes > later.footprint.allocated_bytes
+    assert first.curve_bytes == later.curve_bytes >= measure(usual, CARD, vram_bytes=None).curve_bytes
+    # The search takes what is free, so it needs no larger budget.
+    whole = smallest_capacity_bytes(graph, CARD, fastest=True)
+    under = measure(graph, CARD, vram_bytes=whole, fastest=True)
+    assert under.fits and not under.slower and whole <= later.footprint.total_bytes + MIB
+    tight = measure(graph, CARD, vram_bytes=smallest_capacity_bytes(graph, CARD))
+    assert tight.fits and tight.slower
 
 
 def test_near_the_budget_convolutions_take_the_algorithm_that_fits(monkeypatch):

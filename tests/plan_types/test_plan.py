@@ -210,6 +210,7 @@ def full_example() -> Plan:
         margin_bytes=1,
         tensors=(tensor,),
         alloc_conf="max_split_size_mb:32",
+        cudnn_benchmark=True,
         link="nvlink-4",
         cards_per_node=4,
         run=_run_example(),
@@ -244,9 +245,9 @@ def _run_example() -> RunFacts:
 
 def test_a_plan_of_an_older_version_has_neither_options_nor_the_description_of_its_run():
     data = json.loads(json.dumps(full_example().to_json()))
-    del data["alloc_conf"], data["link"], data["cards_per_node"], data["run"]["source"]
+    del data["alloc_conf"], data["cudnn_benchmark"], data["link"], data["cards_per_node"], data["run"]["source"]
     read = Plan.from_json(data)
-    assert read.alloc_conf == "" and read.run.source is None
+    assert read.alloc_conf == "" and not read.cudnn_benchmark and read.run.source is None
     assert read.link is None and read.cards_per_node is None
 
 
@@ -328,7 +329,7 @@ def test_json_that_is_not_a_plan_is_refused(data):
         Plan.from_json(data)
 
 
-ABSENT_IN_OLDER_FILES = ("run", "alloc_conf", "link", "cards_per_node")
+ABSENT_IN_OLDER_FILES = ("run", "alloc_conf", "cudnn_benchmark", "link", "cards_per_node")
 
 
 @pytest.mark.parametrize(

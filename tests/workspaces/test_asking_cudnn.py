@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import pathlib
 import platform
@@ -209,6 +210,13 @@ def test_a_libcudnn_answers_as_the_table_of_its_version():
     answers = ask(path, (8, 0), wanted).workspaces
     found = {each: tables.read_item(tables.written([sizes])) for each, sizes in answers.items()}
     assert found == {each: table.workspaces(each, (8, 0)) for each in wanted}
+    searched = {each: Convolution(dataclasses.replace(each.kind, benchmark=True), each.shape) for each in wanted}
+    answers = ask(path, (8, 0), searched.values()).workspaces
+    known = tables.load(version, benchmark=True)
+    for each, question in searched.items():
+        item = tables.read_item(tables.written([answers[question]], benchmark=True))
+        assert item == known.workspaces(question, (8, 0))
+        assert each not in found or answers[question][0] == found[each][0]
 
 
 def test_no_library_is_looked_for_where_the_user_says_none(monkeypatch):

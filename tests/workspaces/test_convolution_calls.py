@@ -70,6 +70,44 @@ def test_settings_are_part_of_what_is_asked():
     assert kernels_of(without) is Kernels.OTHER and asked(without) == []
 
 
+def test_deterministic_convolutions_with_dilation_run_in_cudnn_in_channels_last_only():
+    """`ConvParams::use_cudnn` of Convolution.cpp."""
+    deterministic = CudnnSettings(deterministic=True)
+    last = layout(8, 3, 32, 32, last=True)
+    for image, dilation, kernels in (
+        (IMAGE, (1, 1), Kernels.CUDNN),
+        (IMAGE, (2, 2), Kernels.OTHER),
+        (last, (2, 2), Kernels.CUDNN),
+    ):
+        assert kernels_of(forward(image, WEIGHT, settings=deterministic, dilation=dilation)) is kernels
+        assert kernels_of(forward(image, WEIGHT, dilation=dilation)) is Kernels.CUDNN
+
+
+def test_a_convolution_that_searches_counts_the_largest_workspace_of_the_algorithms_that_are_compared(monkeypatch):
+    plans = (500, 0, 900, 700, 2000)
+
+    def answers(wanted, *_):
+        sizes = {each: plans if each.kind.benchmark else (500, 0) for each in wanted}
+        return {each: Answer(size, Source.TABLE, None, True) for each, size in sizes.items()}
+
+    monkeypatch.setattr(convolutions, "workspaces", answers)
+    card = profiles.load("a100-40gb")
+    searching = CudnnSettings(benchmark=True, benchmark_limit=4)
+    for setting, settings, size in (
+        (None, searching, 900),
+        (True, CudnnSettings(), 2000),
+        (False, searching, 500),
+        (None, CudnnSettings(), 500),
+    ):
+        chosen = dataclasses.replace(card, cudnn_benchmark=setting)
+        (block,) = blocks_of(FORWARD_OP, forward(IMAGE, WEIGHT, settings=settings), chosen, "2.13.0")
+        assert block.size_bytes == block.trials.sizes_bytes[0] == size
+        assert (block.trials.search is None) is (size == 500)
+    assert block.trials.sizes_bytes == (500, 0)
+    (block,) = blocks_of(FORWARD_OP, forward(IMAGE, WEIGHT, settings=searching), card, "2.13.0")
+    assert block.trials.sizes_bytes == (900, 700, 500, 0) and block.trials.search.heuristic_bytes == (500, 0)
+
+
 def test_an_image_in_channels_last_needs_a_weight_and_a_gradient_in_it():
     image = layout(8, 3, 32, 32, last=True)
     weight, gradient = WEIGHT.nbytes, RESULT.nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from planner import profiles
@@ -71,6 +73,33 @@ def test_a_table_keeps_the_sizes_that_differ_and_that_the_last_is_nothing():
     assert tables.written(many) == "1000>500,,-,4096>2048!,7"
     read = [tables.read_item(item) for item in tables.written(many).split(",")]
     assert read == [(1000, 500, 0), (0,), (), (4096, 2048), (7, 0)]
+
+
+def test_a_table_of_all_algorithms_keeps_the_largest_of_the_first_ones_and_what_is_larger():
+    """PyTorch compares the times of the first ten; the others only decide how much memory the search takes."""
+    many = [(90, 100, 0, *[50] * 8, 400, 390, 99), (0,) * 12, (), (8, 8)]
+    assert tables.written(many, benchmark=True) == "100>50|400,|,-,8!|"
+    read = [tables.read_item(item) for item in "100>50|400,|,-,8!|".split(",")]
+    assert read == [(100, 50, *[0] * 8, 400), (0,) * 10, (), (8,) * 10]
+
+
+def test_the_algorithm_that_the_heuristics_take_is_among_those_that_are_compared():
+    usual, searched = tables.load(NEWEST), tables.load(NEWEST, benchmark=True)
+    for capability in searched.capabilities:
+        for shape in list(searched.lines)[::40]:
+            for kind in map(Kind.of, usual.kinds):
+                taken = usual.workspaces(Convolution(kind, Shape.of(shape)), capability)
+                question = Convolution(dataclasses.replace(kind, benchmark=True), Shape.of(shape))
+                compared = searched.workspaces(question, capability)[:10]
+                assert bool(compared) is bool(taken) and max(compared, default=0) >= max(taken, default=0)
+
+
+def test_deterministic_convolutions_without_a_library_are_estimated_from_those_of_all_algorithms():
+    wanted = Convolution.of("grad_weight:float16:deterministic 32,64,56,56/64,64,3,3/1,1/1,1/1,1")
+    usual = Convolution.of("grad_weight:float16 32,64,56,56/64,64,3,3/1,1/1,1/1,1")
+    found = workspaces([wanted, usual], (8, 0), "2.13.0")
+    assert found[wanted].sizes == found[usual].sizes
+    assert (found[wanted].source, found[wanted].is_exact, found[usual].is_exact) == (Source.TABLE, False, True)
 
 
 def test_another_batch_size_is_scaled_by_the_bytes_of_the_tensors():

@@ -105,7 +105,7 @@ def rehearse_plan(plan: Plan, *, gpu: str | None) -> PlanRecordings:
     """
     workload, card = load_planned(plan), resolve_card(gpu or plan.card, plan.vram_bytes)
     card = with_planned_links(card, plan, is_same_card=gpu is None)
-    card = dataclasses.replace(card, alloc_conf=plan.alloc_conf)
+    card = dataclasses.replace(card, alloc_conf=plan.alloc_conf, cudnn_benchmark=plan.cudnn_benchmark)
     baseline = Recorded(pipeline.record_step(workload, card), card, plan.baseline, ())
     planned = None
     if plan.decisions:

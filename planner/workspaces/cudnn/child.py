@@ -18,7 +18,7 @@ import sys
 from planner.workspaces.cudnn import stub
 from planner.workspaces.cudnn.convolution import Convolution, written
 from planner.workspaces.cudnn.device_text import device_text
-from planner.workspaces.cudnn.library import Library, RefusedError, device, workspace_sizes
+from planner.workspaces.cudnn.library import Library, Questions, RefusedError, device
 
 
 def main() -> None:
@@ -27,10 +27,10 @@ def main() -> None:
     library = Library(path)
     print(*library.version, flush=True)
     _load_stub(path, library.version, pathlib.Path(asked["folder"]))
-    card = device(library, device_text(tuple(asked["capability"])))
+    questions = Questions(library, device(library, device_text(tuple(asked["capability"]))))
     for text in asked["convolutions"]:
         try:
-            answer = written(workspace_sizes(library, card, Convolution.of(text)))
+            answer = written(questions.workspace_sizes(Convolution.of(text)))
         except RefusedError as error:
             answer = str(error)
         print(answer, flush=True)  # what is printed counts, also if the next question ends the process

@@ -14,11 +14,12 @@ OPERATIONS = (FORWARD, GRAD_INPUT, GRAD_WEIGHT)
 
 Sizes = tuple[int, ...]
 """Bytes of the workspaces of the algorithms that PyTorch tries for a convolution, in this order, each smaller than the
-one before it. The first one is that of the algorithm which PyTorch takes where it fits. Empty if cuDNN cannot compute
-the convolution."""
+one before it. The first one is that of the algorithm which PyTorch takes where it fits. With `Kind.benchmark`, all
+algorithms are in the list in cuDNN's order, so that sizes may be equal and may grow. Empty if cuDNN cannot compute the
+convolution."""
 
 
-_SIZES = re.compile(r"[0-9]{1,15}(>[0-9]{1,15}){0,99}")
+_SIZES = re.compile(r"[0-9]{1,15}(>[0-9]{1,15}){0,199}")
 
 
 def written(sizes: Sizes) -> str:
@@ -96,11 +97,13 @@ class Kind:
     """True if fp32 may be rounded to TF32. Always False for other dtypes."""
     deterministic: bool = False
     """True if only deterministic algorithms are allowed."""
+    benchmark: bool = False
+    """True if all algorithms are tried, to find the fastest one (`torch.backends.cudnn.benchmark`)."""
 
     @property
     def text(self) -> str:
         """The kind as one word, such as 'forward:float32:tf32'."""
-        options = ("channels_last", "tf32", "deterministic")
+        options = ("channels_last", "tf32", "deterministic", "benchmark")
         return ":".join((self.operation, self.dtype, *(name for name in options if getattr(self, name))))
 
     @classmethod

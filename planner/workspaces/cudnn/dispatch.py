@@ -64,8 +64,7 @@ def kernels_of(call: KernelCall) -> Kernels:
     x, w, options = _inputs(call)
     if not options.transposed and 1 < options.groups == x.shape[1] and w.shape[0] % x.shape[1] == 0:
         return Kernels.CUDNN if _runs_depthwise_in_cudnn(x, w, options) else Kernels.DEPTHWISE
-    too_much = any(more >= step for more, step in zip(options.output_padding, options.stride, strict=True))
-    return Kernels.OTHER if too_much else Kernels.CUDNN
+    return Kernels.CUDNN if _runs_in_cudnn(x, w, options) else Kernels.OTHER
 
 
 def shape_of(call: KernelCall) -> Shape:
@@ -130,8 +129,18 @@ def _one_for_each(numbers: Any, dims: int) -> tuple[int, ...]:
     return tuple(numbers) * dims if len(numbers) == 1 else tuple(numbers)
 
 
+def _runs_in_cudnn(x: Layout, w: Layout, options: _Options) -> bool:
+    """True if cuDNN may run a convolution (`use_cudnn`): a deterministic one with dilation only in channels_last."""
+    if any(more >= step for more, step in zip(options.output_padding, options.stride, strict=True)):
+        return False
+    is_dilated = set(options.dilation) != {1}
+    return not (is_dilated and options.settings.deterministic) or convolves_channels_last(x, w)
+
+
 def _runs_depthwise_in_cudnn(x: Layout, w: Layout, options: _Options) -> bool:
     """True if PyTorch gives a depthwise convolution to cuDNN: huge ones, in channels_last, and some sizes in fp16."""
+    if not _runs_in_cudnn(x, w, options):
+        return False
     if convolves_channels_last(x, w) or max(x.numel, w.numel) > _MOST_ELEMENTS:
         return True
     if not (x.dtype == w.dtype == "float16" and len(x.shape) == 4 and set(options.dilation) == {1}):

@@ -2,10 +2,12 @@
 
 From version 9.8 on, cuDNN answers for a card that it knows only by a text ("deviceless"). No driver and no handle is
 needed. PyTorch asks the same heuristics on the card: it takes the first configuration of the instant heuristics that
-passes its filter, else the first of the fallback list.
+passes its filter, else the first of the fallback list. With `torch.backends.cudnn.benchmark = True` it makes plans of
+all configurations that pass, and measures their time.
 
-Sources: aten/src/ATen/native/cudnn/Conv_v8.cpp (`build_opgraph`, `filterEngineConfigs`, `run_single_conv`), torch 2.8
-to 2.13, and the enumerations of cuDNN's headers cudnn_graph.h and cudnn_ops.h.
+Sources: aten/src/ATen/native/cudnn/Conv_v8.cpp (`build_opgraph`, `filterEngineConfigs`, `plan_errata_exception`,
+`run_single_conv`, `get_plans_from_find`), torch 2.8 to 2.13, and the enumerations of cuDNN's headers cudnn_graph.h and
+cudnn_ops.h.
 
 Only `child` uses this module: cuDNN ends the process in which something is missing that it looks for.
 """
@@ -13,6 +15,7 @@ Only `child` uses this module: cuDNN ends the process in which something is miss
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -34,12 +37,14 @@ _ATTRIBUTES = {
 _ALIGNMENT, _TENSOR_TYPE, _SIZES, _STRIDES, _IDENTITY, _IS_VIRTUAL = 900, 901, 902, 903, 906, 907
 _COMPUTE_TYPE, _MODE, _DILATION, _STRIDE, _PADDING, _PADDING_AFTER, _DIMENSIONS = 100, 101, 102, 103, 104, 105, 106
 _OPERATIONS, _HEURISTIC_MODE, _ASKED_GRAPH, _RESULTS, _ASKED_DEVICE = 801, 200, 201, 202, 204
-_OF_ENGINE, _WORKSPACE_BYTES, _NOTES, _DEVICE_TEXT = 300, 303, 1303, 2702
+_OF_ENGINE, _WORKSPACE_BYTES, _ENGINE_NUMBER, _NOTES, _DEVICE_TEXT = 300, 303, 1301, 1303, 2702
 # cudnnDataType_t, cudnnBackendHeurMode_t, cudnnBackendNumericalNote_t, cudnnConvolutionMode_t
 _TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
 _INSTANT, _FALLBACK = 0, 2
 _TENSOR_CORE, _DOWN_CONVERTS, _NONDETERMINISTIC = 0, 1, 4
 _CROSS_CORRELATION = 1
+_FAULTY = (GRAD_INPUT, 23)
+"""Operation and number of an engine that PyTorch excludes in three dimensions, because its results may be wrong."""
 _ALIGNMENT_BYTES = 32
 """PyTorch looks at no more than this (`getAlignment`), and its allocator's blocks start at multiples of 512."""
 
@@ -144,32 +149,72 @@ def device(library: Library, text: str) -> _Descriptor:
     return described.finalize()
 
 
-def workspace_sizes(library: Library, card: _Descriptor, convolution: Convolution) -> tuple[int, ...]:
-    """Returns the bytes of the workspaces of the algorithms that PyTorch tries on a card, in the order of its trials.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Configuration:
+    """A configuration of an engine: what decides whether PyTorch takes it, and its workspace."""
 
-    The first one is what PyTorch takes where there is enough memory. If a workspace does not fit, PyTorch tries the
-    next algorithm. One that needs as much as an earlier one, or more, is left out, because it does not fit either.
+    engine: int
+    notes: frozenset[int]
+    size_bytes: int
 
-    Raises:
-        RefusedError: no algorithm computes this convolution on this card.
+
+class Questions:
+    """Answers questions about convolutions on a card.
+
+    Convolutions that differ only in what PyTorch's filter keeps have the same configurations. So a question is answered
+    from those of the question before it, if it can be.
     """
-    graph = _graph(library, convolution)
-    found: list[int] = []
-    for mode in (_INSTANT, _FALLBACK):
-        for configuration in _configurations(library, graph, card, mode):
-            try:
-                if _passes(library, configuration, convolution):
-                    size = (ctypes.c_int64 * 1)()
-                    configuration.get(_WORKSPACE_BYTES, _INT64, size, 1)
-                    if not found or size[0] < found[-1]:
-                        found.append(size[0])
-            except RefusedError:
-                continue  # PyTorch, too, goes on to the next one if a configuration does not become a plan
-            if found and not found[-1]:
-                return tuple(found)
-    if not found:
-        raise RefusedError(f"no algorithm computes {convolution.text}")
-    return tuple(found)
+
+    def __init__(self, library: Library, card: _Descriptor) -> None:
+        self._library, self._card = library, card
+        self._asked: Convolution | None = None
+        self._found: list[_Configuration] = []
+        self._more: Iterator[_Configuration] = iter(())
+
+    def workspace_sizes(self, convolution: Convolution) -> tuple[int, ...]:
+        """Returns the bytes of the workspaces of the algorithms that PyTorch tries, in the order of its trials.
+
+        The first one is what PyTorch takes where there is enough memory. If a workspace does not fit, PyTorch tries the
+        next algorithm. One that needs as much as an earlier one, or more, is left out, because it does not fit either.
+
+        With `Kind.benchmark`, PyTorch tries all algorithms. The result has the workspaces of all, in cuDNN's order.
+
+        Raises:
+            RefusedError: no algorithm computes this convolution on this card.
+        """
+        passing = (each for each in self._configurations(convolution) if _passes(each, convolution))
+        if convolution.kind.benchmark:
+            found = [each.size_bytes for each in passing]
+        else:
+            found = []
+            for each in passing:
+                if not found or each.size_bytes < found[-1]:
+                    found.append(each.size_bytes)
+                if not found[-1]:
+                    break
+        if not found:
+            raise RefusedError(f"no algorithm computes {convolution.text}")
+        return tuple(found)
+
+    def _configurations(self, convolution: Convolution) -> Iterator[_Configuration]:
+        """Yields the configurations in cuDNN's order: those of the instant heuristics, and the fallback list."""
+        kind = dataclasses.replace(convolution.kind, tf32=False, deterministic=False, benchmark=False)
+        asked = Convolution(kind, convolution.shape)
+        if asked != self._asked:
+            self._asked, self._found = asked, []
+            self._more = self._ask(_graph(self._library, asked))
+        yield from self._found
+        for each in self._more:
+            self._found.append(each)
+            yield each
+
+    def _ask(self, graph: _Descriptor) -> Iterator[_Configuration]:
+        for mode in (_INSTANT, _FALLBACK):
+            for descriptor in _recommended(self._library, graph, self._card, mode):
+                try:
+                    yield _read(self._library, descriptor)
+                except RefusedError:
+                    continue  # PyTorch, too, goes on to the next one if a configuration does not become a plan
 
 
 def _graph(library: Library, convolution: Convolution) -> _Descriptor:
@@ -211,7 +256,7 @@ def _graph(library: Library, convolution: Convolution) -> _Descriptor:
     return graph.finalize()
 
 
-def _configurations(library: Library, graph: _Descriptor, card: _Descriptor, mode: int) -> Iterator[_Descriptor]:
+def _recommended(library: Library, graph: _Descriptor, card: _Descriptor, mode: int) -> Iterator[_Descriptor]:
     """Yields the configurations that a heuristic mode recommends, best first; none if it refuses the graph."""
     heuristics = _Descriptor(library, _HEURISTICS)
     heuristics.refer(_ASKED_GRAPH, graph)
@@ -226,13 +271,22 @@ def _configurations(library: Library, graph: _Descriptor, card: _Descriptor, mod
     yield from found[: heuristics.get(_RESULTS, _DESCRIPTOR, pointers, count)]
 
 
-def _passes(library: Library, configuration: _Descriptor, convolution: Convolution) -> bool:
-    """True if PyTorch's filter keeps a configuration (`filterEngineConfigs`)."""
+def _read(library: Library, configuration: _Descriptor) -> _Configuration:
+    """Returns what is known about a configuration. Raises `RefusedError` if cuDNN does not say it."""
     engine = _Descriptor(library, _ENGINE)
     configuration.get(_OF_ENGINE, _DESCRIPTOR, (ctypes.c_void_p * 1)(engine.pointer.value), 1)
-    array = (ctypes.c_int * 32)()
-    notes = set(array[: engine.get(_NOTES, _NUMERICAL_NOTE, array, len(array))])
-    kind = convolution.kind
+    notes, number, size = (ctypes.c_int * 32)(), (ctypes.c_int64 * 1)(), (ctypes.c_int64 * 1)()
+    count = engine.get(_NOTES, _NUMERICAL_NOTE, notes, len(notes))
+    engine.get(_ENGINE_NUMBER, _INT64, number, 1)
+    configuration.get(_WORKSPACE_BYTES, _INT64, size, 1)
+    return _Configuration(number[0], frozenset(notes[:count]), size[0])
+
+
+def _passes(configuration: _Configuration, convolution: Convolution) -> bool:
+    """True if PyTorch keeps a configuration (`filterEngineConfigs`, `plan_errata_exception`)."""
+    kind, notes = convolution.kind, configuration.notes
     if (kind.deterministic and _NONDETERMINISTIC in notes) or _DOWN_CONVERTS in notes:
+        return False
+    if len(convolution.shape.x) > 4 and (kind.operation, configuration.engine) == _FAULTY:
         return False
     return kind.dtype != "float32" or kind.tf32 or _TENSOR_CORE not in notes

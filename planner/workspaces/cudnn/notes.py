@@ -17,7 +17,7 @@ def notes(
     *,
     torch_version: str,
     others: int,
-    benchmark: bool,
+    searched: Sequence[Answer],
     silent: Sequence[str],
 ) -> Iterator[str]:
     """Yields notes on the workspaces of a plan's convolutions; none if it has no convolution.
@@ -26,7 +26,7 @@ def notes(
         answers: one for each call of cuDNN.
         torch_version: the release of PyTorch that the plan is for.
         others: number of convolutions whose scratch memory is not known, because they do not run on cuDNN.
-        benchmark: True if `torch.backends.cudnn.benchmark` is on.
+        searched: with `torch.backends.cudnn.benchmark = True`, an answer about all algorithms for each call of cuDNN.
         silent: the reasons why libraries of this machine did not answer.
     """
     kinds = collections.Counter((each.source, each.version, each.is_exact) for each in answers)
@@ -51,13 +51,28 @@ def notes(
             )
     if others:
         yield f"some convolutions do not run on cuDNN ({others:,} ops), and their workspaces are not counted"
-    if benchmark and answers:
-        yield (
-            "torch.backends.cudnn.benchmark is on: cuDNN then chooses algorithms by their time, and while it tries "
-            "them it takes more memory than is counted here"
-        )
+    if searched:
+        yield from _search_notes(searched)
     if answers:
         yield from (f"cuDNN could not be asked: {reason}" for reason in silent)
+
+
+def _search_notes(searched: Sequence[Answer]) -> Iterator[str]:
+    """Yields notes on the algorithms among which PyTorch searches for the fastest one."""
+    yield (
+        "torch.backends.cudnn.benchmark is on: each convolution runs the algorithm that is the fastest on the card, "
+        "which cannot be known without it. The largest workspace of the algorithms that PyTorch compares is counted, "
+        "so the allocated bytes are an upper bound"
+    )
+    count = sum(each.source is Source.FORMULA for each in searched)
+    if count:
+        yield (
+            f"that bound is not known for {count:,} of {len(searched):,} workspaces: an estimate without the search is "
+            f"counted for them, and the step may take more; {_REMEDY}"
+        )
+    count = sum(each.source is not Source.FORMULA and not each.is_exact for each in searched)
+    if count:
+        yield f"that bound is an estimate for {count:,} of {len(searched):,} workspaces; {_REMEDY}"
 
 
 def _text(version: Version | None) -> str:

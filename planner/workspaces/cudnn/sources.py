@@ -9,6 +9,8 @@ The sources, best first:
 5. the same convolution with another number of samples in the table,
 6. a formula.
 
+The tables do not have deterministic kinds. They answer for them with the algorithms of all kinds, as an estimate.
+
 The answers of the first two are what cuDNN takes. The others are estimates.
 """
 
@@ -42,7 +44,7 @@ class Answer:
     """The workspace of one convolution."""
 
     sizes: Sizes
-    """Bytes of the workspaces of the algorithms that PyTorch tries, at least one."""
+    """Bytes of the workspaces of the algorithms that PyTorch tries, at least one (see `convolution.Sizes`)."""
     source: Source
     version: Version | None
     """The version of cuDNN that takes this workspace; None for a formula."""
@@ -131,33 +133,45 @@ def _from_table(
     Args:
         exact: True for nothing but the answers that are exact.
     """
-    table = _table(capability, torch_version)
-    if table is None:
-        return {}
-    is_exact = expected(torch_version, capability).is_pinned and capability in table.capabilities
-    if exact and not is_exact:
-        return {}
-    nearest = table.nearest(capability)
-    sizes = {each: table.workspaces(each, nearest) for each in convolutions}
-    return _answers(sizes, Source.TABLE, table.version, is_exact=is_exact)
+    found: dict[Convolution, Answer] = {}
+    for table, of_table in _tables(convolutions, capability, torch_version):
+        is_exact = expected(torch_version, capability).is_pinned and capability in table.capabilities
+        if exact and not is_exact:
+            continue
+        nearest = table.nearest(capability)
+        if not exact:
+            others = {each: table.workspaces(_not_deterministic(each), nearest) for each in of_table}
+            found |= _answers(others, Source.TABLE, table.version, is_exact=False)
+        sizes = {each: table.workspaces(each, nearest) for each in of_table}
+        found |= _answers(sizes, Source.TABLE, table.version, is_exact=is_exact)
+    return found
+
+
+def _not_deterministic(convolution: Convolution) -> Convolution:
+    return Convolution(dataclasses.replace(convolution.kind, deterministic=False), convolution.shape)
 
 
 def _scaled(
     convolutions: list[Convolution], capability: tuple[int, int], torch_version: str
 ) -> dict[Convolution, Answer]:
     """Returns answers for those convolutions that the table has with another number of samples."""
-    table = _table(capability, torch_version)
-    if table is None:
-        return {}
-    nearest = table.nearest(capability)
-    sizes = {each: scaled_workspaces(each, table, nearest) for each in convolutions}
-    return _answers(sizes, Source.SCALED, table.version, is_exact=False)
+    found: dict[Convolution, Answer] = {}
+    for table, of_table in _tables(convolutions, capability, torch_version):
+        nearest = table.nearest(capability)
+        sizes = {each: scaled_workspaces(each, table, nearest) for each in of_table}
+        found |= _answers(sizes, Source.SCALED, table.version, is_exact=False)
+    return found
 
 
-def _table(capability: tuple[int, int], torch_version: str) -> tables.Table | None:
-    """Returns the table of the version of cuDNN that PyTorch runs, or of the nearest one; None if there is none."""
+def _tables(
+    convolutions: list[Convolution], capability: tuple[int, int], torch_version: str
+) -> Iterator[tuple[tables.Table, list[Convolution]]]:
+    """Yields the tables of the version of cuDNN that PyTorch runs, or of the nearest one, with their convolutions."""
     version = expected(torch_version, capability).version
-    return tables.load(version) if version in tables.versions() else None
+    for benchmark in (False, True):
+        of_table = [each for each in convolutions if each.kind.benchmark is benchmark]
+        if of_table and version in tables.versions(benchmark=benchmark):
+            yield tables.load(version, benchmark=benchmark), of_table
 
 
 def _answers(
