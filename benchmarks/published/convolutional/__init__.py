@@ -1,0 +1,1 @@
+"""Published memory of training convolutional networks, and the rehearsals that predict it."""
