@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.published.convolutional import video
+from benchmarks.published.convolutional import autobatch, segmentation, video
 from benchmarks.published.convolutional.rows import Predicted, Row, graph_of, predicted
 from planner.assemble import versions
 
-ROWS = (*video.ROWS,)
+ROWS = (*video.ROWS, *segmentation.ROWS, *autobatch.ROWS)
 LOW = -0.02
 
 

@@ -97,7 +97,7 @@ class Training:
     """Returns a network that returns its loss for the tensors of `batch`."""
     batch: Callable[[], tuple[torch.Tensor, ...]]
     """Returns a batch in host memory."""
-    steps: int = 3
+    steps: int = 2
     clips: bool = True
     """True if the norm of the gradients is limited."""
 

@@ -1,0 +1,114 @@
+"""Networks of MMSegmentation's model zoo: FCN, PSPNet, DeepLabV3 and DeepLabV3+ on dilated ResNets, and U-Net.
+
+Source: github.com/open-mmlab/mmsegmentation, the tables in configs/{fcn,pspnet,deeplabv3,deeplabv3plus,unet}/README.md
+(column "Mem (GB)", June to December 2020) with the configurations that they name. docs/model_zoo.md says: maximum of
+`torch.cuda.max_memory_allocated()` over 4 cards with cudnn.benchmark off, V100 32 GB, PyTorch 1.5, cuDNN 7.6.3, whose
+heuristics cannot be asked. All train in fp32 with SGD and DistributedDataParallel; 2 images a card of Cityscapes, 4 of
+the other data.
+
+Not known: the unit. The runner's log has MiB; the tables have GB with one digit after the point, U-Net's with three.
+So GB is taken to be 1,000 MiB. Not rehearsed: validations, and synchronized batch norm, in place of which each card has
+its own. Left out: figures below 5 GB with one digit, and those in fp16, which was not autocast in 2020.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.published.convolutional.heads import Atrous, Head, Plain, Pyramid, Segmenter, UNet, dilated_resnet
+from benchmarks.published.convolutional.rows import MIB, Row, Training
+from benchmarks.published.several_cards.rows import Measure
+
+SETTINGS = {
+    "Cityscapes": (2, 512, 1024, 19),
+    "Cityscapes, 769": (2, 769, 769, 19),
+    "ADE20K": (4, 512, 512, 150),
+}
+"""Images on a card, height, width, classes. Images of 769 pixels are resized with aligned corners."""
+HEADS: dict[str, Callable[..., Head]] = {
+    "FCN": lambda classes, aligns: Plain(3, 2048, 512, classes, depth=2, concatenates=True),
+    "PSPNet": lambda classes, aligns: Pyramid(3, 2048, 512, classes, aligns=aligns),
+    "DeepLabV3": lambda classes, aligns: Atrous(3, 2048, 512, classes, aligns=aligns),
+    "DeepLabV3+": lambda classes, aligns: Atrous(3, 2048, 512, classes, shallow=256, aligns=aligns),
+}
+RESNETS: dict[tuple[str, str], tuple[float, ...]] = {
+    ("FCN", "Cityscapes"): (5.7, 9.2, 5.6, 9.1),
+    ("FCN", "Cityscapes, 769"): (6.5, 10.4, 6.3, 10.3),
+    ("FCN", "ADE20K"): (8.5, 12.0),
+    ("PSPNet", "Cityscapes"): (6.1, 9.6, 6.0, 9.5),
+    ("PSPNet", "Cityscapes, 769"): (6.9, 10.9, 6.8, 10.8),
+    ("PSPNet", "ADE20K"): (8.5, 12.0),
+    ("DeepLabV3", "Cityscapes"): (6.1, 9.6, 6.0, 9.5),
+    ("DeepLabV3", "Cityscapes, 769"): (6.9, 10.9, 6.8, 10.7),
+    ("DeepLabV3", "ADE20K"): (8.9, 12.4),
+    ("DeepLabV3+", "Cityscapes"): (7.5, 11.0, 7.4, 10.9),
+    ("DeepLabV3+", "Cityscapes, 769"): (8.5, 12.5, 8.4, 12.3),
+    ("DeepLabV3+", "ADE20K"): (10.6, 14.1),
+}
+"""GB by head and data, for ResNet-50 and ResNet-101, both with a deep stem and then with the plain one."""
+NETWORKS = ((50, True), (101, True), (50, False), (101, False))
+UNETS = {
+    "FCN": (0.680, 0.968, 2.525),
+    "PSPNet": (0.599, 0.982, 2.588),
+    "DeepLabV3": (0.596, 0.999, 2.604),
+}
+"""GB by head, for 4 images of 64, 128 and 256 pixels."""
+UNET_HEADS: dict[str, Callable[[], Head]] = {
+    "FCN": lambda: Plain(4, 64, 64, 2),
+    "PSPNet": lambda: Pyramid(4, 64, 16, 2),
+    "DeepLabV3": lambda: Atrous(4, 64, 16, 2),
+}
+
+
+def on_resnet(head: str, depth: int, *, deep_stem: bool, classes: int, aligns: bool) -> nn.Module:
+    auxiliary = Plain(2, 1024, 256, classes)
+    network = dilated_resnet(depth, deep_stem=deep_stem)
+    return Segmenter(network, HEADS[head](classes, aligns), auxiliary, aligns=aligns)
+
+
+def on_unet(head: str) -> nn.Module:
+    return Segmenter(UNet(), UNET_HEADS[head](), Plain(3, 128, 64, 2))
+
+
+def _batch(samples: int, height: int, width: int) -> tuple[torch.Tensor, ...]:
+    return torch.zeros(samples, 3, height, width), torch.zeros(samples, height, width, dtype=torch.long)
+
+
+def _row(setting: str, published: float, digit: float, build: Callable[[], nn.Module], size: tuple[int, ...]) -> Row:
+    return Row(
+        setting=setting,
+        source=__name__,
+        card="v100-32gb",
+        cards=4,
+        torch_version="1.5",
+        measure=Measure.ALLOCATED,
+        published=published,
+        unit_bytes=1000 * MIB,
+        digit=digit,
+        program=Training(build=build, batch=functools.partial(_batch, *size), clips=False),
+    )
+
+
+ROWS = (
+    *(
+        _row(
+            f"{head} R-{depth}{'' if deep_stem else 'b'}, {data}",
+            *(published, 0.1),
+            functools.partial(
+                on_resnet, head, depth, deep_stem=deep_stem, classes=SETTINGS[data][3], aligns=data.endswith("769")
+            ),
+            SETTINGS[data][:3],
+        )
+        for (head, data), figures in RESNETS.items()
+        for (depth, deep_stem), published in zip(NETWORKS, figures, strict=False)
+    ),
+    *(
+        _row(f"U-Net with {head}, 4 x {size}", published, 0.001, functools.partial(on_unet, head), (4, size, size))
+        for head, figures in UNETS.items()
+        for size, published in zip((64, 128, 256), figures, strict=True)
+    ),
+)
