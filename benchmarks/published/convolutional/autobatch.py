@@ -1,4 +1,4 @@
-"""What Ultralytics' AutoBatch prints before it trains YOLO: memory reserved by forwards and backwards of 1 to 16 images.
+"""What Ultralytics' AutoBatch prints before YOLO is trained: memory reserved by steps of 1 to 16 images.
 
 Sources, with the versions that they state:
 
@@ -53,25 +53,53 @@ class Run:
 
 RUNS = (
     Run(
-        **{"name": "YOLOv5s", "generation": 5, "depth": 0.33, "width": 0.5, "classes": 80, "pixels": 640},
-        **{"card": "a100-40gb", "torch_version": "1.9.0", "allocated_gib": 0.0813},
+        name="YOLOv5s",
+        generation=5,
+        depth=0.33,
+        width=0.5,
+        classes=80,
+        pixels=640,
+        card="a100-40gb",
+        torch_version="1.9.0",
+        allocated_gib=0.0813,
         reserved=(0.296, 0.568, 1.007, 1.797, 3.280),
     ),
     Run(
-        **{"name": "YOLOv5m", "generation": 5, "depth": 0.67, "width": 0.75, "classes": 4, "pixels": 416},
-        **{"card": "rtx-3070", "torch_version": "1.12", "allocated_gib": 0.16},
+        name="YOLOv5m",
+        generation=5,
+        depth=0.67,
+        width=0.75,
+        classes=4,
+        pixels=416,
+        card="rtx-3070",
+        torch_version="1.12",
+        allocated_gib=0.16,
         reserved=(0.371, 0.482, 0.778, 1.277, 2.374),
         doubt="the version of PyTorch is not stated",
     ),
     Run(
-        **{"name": "YOLOv8n", "generation": 8, "depth": 0.33, "width": 0.25, "classes": 1, "pixels": 480},
-        **{"card": "rtx-4090", "torch_version": "2.0", "allocated_gib": 0.05},
+        name="YOLOv8n",
+        generation=8,
+        depth=0.33,
+        width=0.25,
+        classes=1,
+        pixels=480,
+        card="rtx-4090",
+        torch_version="2.0",
+        allocated_gib=0.05,
         reserved=(0.285, 0.445, 0.470, 0.719, 1.197),
         doubt="the version of PyTorch is not stated",
     ),
     Run(
-        **{"name": "YOLOv8s", "generation": 8, "depth": 0.33, "width": 0.5, "classes": 10, "pixels": 640},
-        **{"card": "t4", "torch_version": "2.0", "allocated_gib": 0.12},
+        name="YOLOv8s",
+        generation=8,
+        depth=0.33,
+        width=0.5,
+        classes=10,
+        pixels=640,
+        card="t4",
+        torch_version="2.0",
+        allocated_gib=0.12,
         reserved=(0.654, 0.757, 1.223, 2.208, 4.154),
         doubt="the version of PyTorch is not stated",
     ),

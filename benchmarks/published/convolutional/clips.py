@@ -143,7 +143,7 @@ def normalized3d(
 def split3d(
     inputs: int, outputs: int, size: Triple, *, stride: Triple = (1, 1, 1), activation: bool = True
 ) -> nn.Sequential:
-    """Returns a convolution over each image, and one over time: R(2+1)D. Its hidden width keeps the parameters' number."""
+    """Returns a convolution over each image and one over time, with as many parameters as a 3D one (R(2+1)D)."""
     area = size[1] * size[2]
     hidden = 3 * inputs * outputs * area // (inputs * area + 3 * outputs)
     over_time = normalized3d(hidden, outputs, (size[0], 1, 1), stride=(stride[0], 1, 1), activation=activation)
@@ -194,7 +194,9 @@ class Residual3d(nn.Module):
             ]
         self.body = nn.Sequential(*layers)
         has_shortcut = stride != (1, 1, 1) or inputs != outputs
-        self.shortcut = convolution(inputs, outputs, (1, 1, 1), stride=stride, activation=False) if has_shortcut else None
+        self.shortcut = (
+            convolution(inputs, outputs, (1, 1, 1), stride=stride, activation=False) if has_shortcut else None
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

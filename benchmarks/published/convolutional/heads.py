@@ -5,6 +5,7 @@ Written for this benchmark after the papers and the settings of MMSegmentation 0
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -44,7 +45,7 @@ class Plain(Head):
     ) -> None:
         super().__init__(stage, channels, classes)
         widths = [inputs] + [channels] * depth
-        self.layers = nn.Sequential(*(normalized(*pair, 3) for pair in zip(widths, widths[1:], strict=False)))
+        self.layers = nn.Sequential(*(normalized(*each, 3) for each in itertools.pairwise(widths)))
         self.last = normalized(inputs + channels, channels, 3) if concatenates else None
 
     def features(self, stages: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -71,7 +72,9 @@ class Pyramid(Head):
 
 
 def separable(inputs: int, outputs: int, *, dilation: int = 1) -> nn.Sequential:
-    return nn.Sequential(normalized(inputs, inputs, 3, dilation=dilation, groups=inputs), normalized(inputs, outputs, 1))
+    return nn.Sequential(
+        normalized(inputs, inputs, 3, dilation=dilation, groups=inputs), normalized(inputs, outputs, 1)
+    )
 
 
 class Atrous(Head):
@@ -89,7 +92,8 @@ class Atrous(Head):
             self.branches.append(branch if shallow else normalized(inputs, channels, 3, dilation=dilation))
         self.join = normalized(5 * channels, channels, 3)
         self.shallow = normalized(shallow, 48, 1) if shallow else None
-        self.last = nn.Sequential(separable(channels + 48, channels), separable(channels, channels))
+        last = (separable(channels + 48, channels), separable(channels, channels)) if shallow else ()
+        self.last = nn.Sequential(*last)
 
     def features(self, stages: Sequence[torch.Tensor]) -> torch.Tensor:
         x = stages[self.stage]
@@ -129,7 +133,7 @@ class Segmenter(nn.Module):
 
 
 def dilated_resnet(depth: int, *, deep_stem: bool) -> ResNet:
-    """Returns a ResNet whose last two stages are dilated in place of a stride: its features have an eighth of the size."""
+    """Returns a ResNet whose last two stages are dilated and have no stride."""
     return ResNet(depth, deep_stem=deep_stem, strides=(1, 2, 1, 1), dilations=(1, 1, 2, 4))
 
 
@@ -147,7 +151,7 @@ class UNet(nn.Module):
         inputs = (3, *self.WIDTHS)
         self.down = nn.ModuleList(pair(*each) for each in zip(inputs, self.WIDTHS, strict=False))
         self.pool = nn.MaxPool2d(2)
-        lower = list(zip(self.WIDTHS, self.WIDTHS[1:], strict=False))[::-1]
+        lower = list(itertools.pairwise(self.WIDTHS))[::-1]
         self.narrow = nn.ModuleList(normalized(below, here, 1) for here, below in lower)
         self.up = nn.ModuleList(pair(2 * here, here) for here, _ in lower)
 

@@ -19,7 +19,14 @@ def unchanged(module: nn.Module) -> nn.Module:
 
 
 def normalized(
-    inputs: int, outputs: int, size: int, *, stride: int = 1, dilation: int = 1, groups: int = 1, activation: bool = True
+    inputs: int,
+    outputs: int,
+    size: int,
+    *,
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
+    activation: bool = True,
 ) -> nn.Sequential:
     """Returns a convolution that keeps the image size (before the stride), batch norm and ReLU."""
     padding = dilation * (size // 2)

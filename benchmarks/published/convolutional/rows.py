@@ -51,11 +51,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The predictions for a row, in its unit."""
+    """The bytes that are predicted for a row."""
 
-    without: float
+    without_bytes: int
     """Without the workspaces of convolutions."""
-    total: float
+    total_bytes: int
 
 
 def graph_of(row: Row) -> StepGraph:
@@ -71,14 +71,15 @@ def predicted(row: Row, graph: StepGraph) -> Predicted:
     if release < _FIRST_WITH_CUBLAS_BLOCKS:
         added = [storage for storage in added if storage.lives[-1][1] != graph.ticks]
 
-    def outcome(storages: list[Storage]) -> float:
+    def outcome(storages: list[Storage]) -> int:
         ids, sizes, _ = allocation_stream(dataclasses.replace(graph, storages=[*graph.storages, *storages]))
-        return _measured(row, replayed((ids, sizes), card, None)) / row.unit_bytes
+        return _measured(row, replayed((ids, sizes), card, None))
 
     def is_of_convolution(storage: Storage) -> bool:
         return storage.op is not None and is_convolution(graph.ops[storage.op].name)
 
-    return Predicted(without=outcome([each for each in added if not is_of_convolution(each)]), total=outcome(added))
+    others = [each for each in added if not is_of_convolution(each)]
+    return Predicted(without_bytes=outcome(others), total_bytes=outcome(added))
 
 
 def _measured(row: Row, outcome: AllocatorOutcome) -> int:

@@ -6,8 +6,9 @@ Source: github.com/open-mmlab/mmsegmentation, the tables in configs/{fcn,pspnet,
 heuristics cannot be asked. All train in fp32 with SGD and DistributedDataParallel; 2 images a card of Cityscapes, 4 of
 the other data.
 
-Not known: the unit. The runner's log has MiB; the tables have GB with one digit after the point, U-Net's with three.
-So GB is taken to be 1,000 MiB. Not rehearsed: validations, and synchronized batch norm, in place of which each card has
+GB are 1,024 MiB by the maintainers' word (issues 1184 and 1215). U-Net's figures have three digits after the point, and
+are taken to be thousands of the log's MiB, which is not stated. With cudnn.benchmark on, the log of PSPNet's row of 6.1
+has 18,773 MiB (issue 1215). Not rehearsed: validations, and synchronized batch norm, in place of which each card has
 its own. Left out: figures below 5 GB with one digit, and those in fp16, which was not autocast in 2020.
 """
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks.published.convolutional.heads import Atrous, Head, Plain, Pyramid, Segmenter, UNet, dilated_resnet
-from benchmarks.published.convolutional.rows import MIB, Row, Training
+from benchmarks.published.convolutional.rows import GIB, MIB, Row, Training
 from benchmarks.published.several_cards.rows import Measure
 
 SETTINGS = {
@@ -49,14 +50,14 @@ RESNETS: dict[tuple[str, str], tuple[float, ...]] = {
     ("DeepLabV3+", "Cityscapes, 769"): (8.5, 12.5, 8.4, 12.3),
     ("DeepLabV3+", "ADE20K"): (10.6, 14.1),
 }
-"""GB by head and data, for ResNet-50 and ResNet-101, both with a deep stem and then with the plain one."""
+"""GiB by head and data, for ResNet-50 and ResNet-101, both with a deep stem and then with the plain one."""
 NETWORKS = ((50, True), (101, True), (50, False), (101, False))
 UNETS = {
     "FCN": (0.680, 0.968, 2.525),
     "PSPNet": (0.599, 0.982, 2.588),
     "DeepLabV3": (0.596, 0.999, 2.604),
 }
-"""GB by head, for 4 images of 64, 128 and 256 pixels."""
+"""GiB by head, for 4 images of 64, 128 and 256 pixels."""
 UNET_HEADS: dict[str, Callable[[], Head]] = {
     "FCN": lambda: Plain(4, 64, 64, 2),
     "PSPNet": lambda: Pyramid(4, 64, 16, 2),
@@ -78,7 +79,16 @@ def _batch(samples: int, height: int, width: int) -> tuple[torch.Tensor, ...]:
     return torch.zeros(samples, 3, height, width), torch.zeros(samples, height, width, dtype=torch.long)
 
 
-def _row(setting: str, published: float, digit: float, build: Callable[[], nn.Module], size: tuple[int, ...]) -> Row:
+def _row(
+    setting: str,
+    published: float,
+    build: Callable[[], nn.Module],
+    size: tuple[int, ...],
+    *,
+    digit: float = 0.1,
+    unit_bytes: int = GIB,
+    doubt: str = "",
+) -> Row:
     return Row(
         setting=setting,
         source=__name__,
@@ -87,9 +97,10 @@ def _row(setting: str, published: float, digit: float, build: Callable[[], nn.Mo
         torch_version="1.5",
         measure=Measure.ALLOCATED,
         published=published,
-        unit_bytes=1000 * MIB,
+        unit_bytes=unit_bytes,
         digit=digit,
         program=Training(build=build, batch=functools.partial(_batch, *size), clips=False),
+        doubt=doubt,
     )
 
 
@@ -97,7 +108,7 @@ ROWS = (
     *(
         _row(
             f"{head} R-{depth}{'' if deep_stem else 'b'}, {data}",
-            *(published, 0.1),
+            published,
             functools.partial(
                 on_resnet, head, depth, deep_stem=deep_stem, classes=SETTINGS[data][3], aligns=data.endswith("769")
             ),
@@ -107,7 +118,15 @@ ROWS = (
         for (depth, deep_stem), published in zip(NETWORKS, figures, strict=False)
     ),
     *(
-        _row(f"U-Net with {head}, 4 x {size}", published, 0.001, functools.partial(on_unet, head), (4, size, size))
+        _row(
+            f"U-Net with {head}, 4 x {size}",
+            published,
+            functools.partial(on_unet, head),
+            (4, size, size),
+            digit=0.001,
+            unit_bytes=1000 * MIB,
+            doubt="the unit is not stated",
+        )
         for head, figures in UNETS.items()
         for size, published in zip((64, 128, 256), figures, strict=True)
     ),
