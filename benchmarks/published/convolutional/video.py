@@ -104,7 +104,6 @@ def clips(
     return _row(f"{name}, {samples} x {length} x {pixels}", published, build, shape, doubt)
 
 
-_OTHER_CONFIGURATION = "the committed configuration has fewer samples than this figure needs"
 ROWS = (
     frames("TSN R-50, UCF-101", 8332, 32, 3, 101),
     frames("TSN R-50, Kinetics-400", 8344, 32, 3, 400),
@@ -135,7 +134,11 @@ ROWS = (
     clips("SlowOnly R-50, Kinetics-400", 5820, 8, 8, 400, slow_only),
     clips("SlowOnly R-50, HMDB-51", 5812, 8, 8, 51, slow_only),
     clips("SlowOnly R-50, Kinetics-400, flow", 8450, 24, 4, 400, functools.partial(slow_only, channels=2), channels=2),
-    clips("SlowOnly R-50, Something v1", 7759, 8, 8, 174, functools.partial(slow_only, pools=()), pixels=112),
+    clips(
+        *("SlowOnly R-50, Something v1", 7759, 8, 8, 174, functools.partial(slow_only, pools=())),
+        pixels=112,
+        doubt="12 samples a card fit the figure, and the committed configuration has 8",
+    ),
     clips("I3D R-50, Kinetics-400", 5170, 8, 32, 400, i3d),
     _row("C3D, UCF-101, 30 x 16 x 112", 6053, functools.partial(C3d, 101), (30, 3, 16, 112, 112)),
     clips("R(2+1)D R-34, Kinetics-400", 5019, 8, 8, 400, r2plus1d),

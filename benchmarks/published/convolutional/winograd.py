@@ -2,9 +2,9 @@
 
     python -m benchmarks.published.convolutional.winograd "FCN R-50, Cityscapes" ...
 
-For each row whose setting is named: the published figure, the peak of tensors, and the peak if each convolution of 3 x 3
-with stride 1, and the gradient of its input, ran the algorithm F(4 x 4, 3 x 3) (Lavin and Gray, 2015) that holds its
-transformed image, result and weights in memory: 36 numbers for every 16 of the images and for every 9 of the weights.
+For each row whose setting is named: the published figure, the peak of tensors, and the peak if each convolution of
+3 x 3 with stride 1, and the gradient of its input, ran the algorithm F(4 x 4, 3 x 3) (Lavin and Gray, 2015) that holds
+its transformed image, result and weights in memory: 36 numbers for every 16 of the images and every 9 of the weights.
 """
 
 from __future__ import annotations
