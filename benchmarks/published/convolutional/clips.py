@@ -44,18 +44,21 @@ class Shifted(nn.Module):
 
 
 class Inverted(nn.Module):
-    """A block of MobileNetV2."""
+    """A block of MobileNetV2, with ReLU in place of ReLU6.
+
+    In PyTorch 1.4, ReLU6 in place saved its result for the backward, as ReLU does. PyTorch 2.13 saves a copy of its input.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, stride: int, expansion: int, frames: int) -> None:
         super().__init__()
         hidden = inputs * expansion
         self.is_residual = stride == 1 and inputs == outputs
-        widening: list[nn.Module] = [_relu6(normalized(inputs, hidden, 1))] if expansion != 1 else []
+        widening: list[nn.Module] = [normalized(inputs, hidden, 1)] if expansion != 1 else []
         if self.is_residual and widening:
             widening = [Shifted(widening[0], frames)]
         self.body = nn.Sequential(
             *widening,
-            _relu6(normalized(hidden, hidden, 3, stride=stride, groups=hidden)),
+            normalized(hidden, hidden, 3, stride=stride, groups=hidden),
             normalized(hidden, outputs, 1, activation=False),
         )
 
@@ -63,13 +66,8 @@ class Inverted(nn.Module):
         return x + self.body(x) if self.is_residual else self.body(x)
 
 
-def _relu6(layers: nn.Sequential) -> nn.Sequential:
-    layers[2] = nn.ReLU6(inplace=True)
-    return layers
-
-
 def mobilenet_v2(frames: int) -> nn.Sequential:
-    layers: list[nn.Module] = [_relu6(normalized(3, 32, 3, stride=2))]
+    layers: list[nn.Module] = [normalized(3, 32, 3, stride=2)]
     inputs = 32
     for expansion, outputs, blocks, stride in (
         *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
@@ -79,7 +77,7 @@ def mobilenet_v2(frames: int) -> nn.Sequential:
             chosen = 1 if block else stride
             layers.append(Inverted(inputs, outputs, stride=chosen, expansion=expansion, frames=frames))
             inputs = outputs
-    return nn.Sequential(*layers, _relu6(normalized(inputs, 1280, 1)))
+    return nn.Sequential(*layers, normalized(inputs, 1280, 1))
 
 
 class FrameClassifier(nn.Module):
@@ -270,11 +268,12 @@ class SlowFast(nn.Module):
     Args:
         every: the slow network sees every so many frames.
         fusion: frames over which the fast network's results are gathered.
+        slices: frames are selected by slicing, as before 15 September 2020, and not by interpolation.
     """
 
-    def __init__(self, slow_depth: int, fast_depth: int, *, every: int, fusion: int) -> None:
+    def __init__(self, slow_depth: int, fast_depth: int, *, every: int, fusion: int, slices: bool = False) -> None:
         super().__init__()
-        self.every = every
+        self.every, self.slices = every, slices
         self.slow = ResNet3d(slow_depth, stem=(1, 7, 7), inflated=(0, 0, 1, 1), lateral=8)
         self.fast = ResNet3d(fast_depth, stem=(5, 7, 7), inflated=(1, 1, 1, 1), width=8)
         widths = (8, *(8 * 4 << stage for stage in range(3)))
@@ -285,12 +284,15 @@ class SlowFast(nn.Module):
         self.outputs = self.slow.outputs + self.fast.outputs
 
     def forward(self, clips: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        slow = self.slow.pool(self.slow.stem(F.interpolate(clips, scale_factor=(1 / self.every, 1.0, 1.0))))
-        fast = self.fast.pool(self.fast.stem(F.interpolate(clips, scale_factor=(1.0, 1.0, 1.0))))
+        slow = self.slow.pool(self.slow.stem(self._frames(clips, self.every)))
+        fast = self.fast.pool(self.fast.stem(self._frames(clips, 1)))
         for number, lateral in enumerate(self.lateral):
             slow = torch.cat((slow, lateral(fast)), dim=1)
             slow, fast = self.slow.stages[number](slow), self.fast.stages[number](fast)
         return slow, fast
+
+    def _frames(self, clips: torch.Tensor, every: int) -> torch.Tensor:
+        return clips[:, :, ::every] if self.slices else F.interpolate(clips, scale_factor=(1 / every, 1.0, 1.0))
 
 
 class ClipClassifier(nn.Module):

@@ -6,7 +6,8 @@ in MiB, as the runner's log hook writes them. All train in fp32 on 8 to 48 cards
 limited gradients, and without cudnn.benchmark.
 
 Not known: the card and the versions of each row. The zoo's own benchmark (docs/benchmark.md) ran on V100 32 GB with
-PyTorch 1.4 and cuDNN 7.6.3, whose heuristics cannot be asked. Not rehearsed: the validations between the epochs, and
+PyTorch 1.4 and cuDNN 7.6.3, whose heuristics cannot be asked. The layers are those of the code on the day of a figure:
+SlowFast sliced its clips until September 2020. Not rehearsed: the validations between the epochs, and
 synchronized batch norm, in place of which each card has its own.
 """
 
@@ -143,8 +144,8 @@ ROWS = (
     _row("C3D, UCF-101, 30 x 16 x 112", 6053, functools.partial(C3d, 101), (30, 3, 16, 112, 112)),
     clips("R(2+1)D R-34, Kinetics-400", 5019, 8, 8, 400, r2plus1d),
     clips("R(2+1)D R-34, Kinetics-400", 12_975, 6, 32, 400, r2plus1d),
-    clips("SlowFast R-50, 4 x 16, Kinetics-400", 6203, 8, 32, 400, slow_fast_4),
-    clips("SlowFast R-50, 8 x 8, Kinetics-400", 9062, 8, 32, 400, slow_fast_8),
+    clips("SlowFast R-50, 4 x 16, Kinetics-400", 6203, 8, 32, 400, functools.partial(slow_fast_4, slices=True)),
+    clips("SlowFast R-50, 8 x 8, Kinetics-400", 9062, 8, 32, 400, functools.partial(slow_fast_8, slices=True)),
     clips("SlowFast R-50, 16 x 8, Something v1", 9293, 4, 64, 174, slow_fast_8),
     clips("ir-CSN R-152, Kinetics-400, frozen statistics", 8516, 3, 32, 400, csn, freezes_statistics=True),
     clips("ir-CSN R-152, Kinetics-400", 8517, 3, 32, 400, csn),
