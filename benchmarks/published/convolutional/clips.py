@@ -46,7 +46,8 @@ class Shifted(nn.Module):
 class Inverted(nn.Module):
     """A block of MobileNetV2, with ReLU in place of ReLU6.
 
-    In PyTorch 1.4, ReLU6 in place saved its result for the backward, as ReLU does. PyTorch 2.13 saves a copy of its input.
+    In PyTorch 1.4, ReLU6 in place saved its result for the backward, as ReLU does. PyTorch 2.13 saves a copy of its
+    input.
     """
 
     def __init__(self, inputs: int, outputs: int, *, stride: int, expansion: int, frames: int) -> None:
