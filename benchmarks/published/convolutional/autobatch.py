@@ -8,12 +8,12 @@ Sources, with the versions that they state:
 - the same, issue 4679 (August 2023): YOLOv8s, 10 classes, Tesla T4 of Colab
 
 The figure is `torch.cuda.memory_reserved()` in GB after three forwards and backwards under fp16 autocast, which follow
-each other without an update; then the cache is emptied. cudnn.benchmark is off, cudnn.deterministic is on. The numbers
-of parameters that are printed are those of the networks here.
+each other without an update; then the cache is emptied. cudnn.benchmark is off. cudnn.deterministic is on, which is
+not rehearsed. The numbers of parameters that are printed are those of the networks here.
 
-Not known: which blocks the process holds before; their printed sum is allocated as one block besides the two copies of
-the network. Not known: the version of PyTorch where none is stated; the one of that month is taken. Versions before 2.0
-ask cuDNN by another interface, and versions before 2.8 run a cuDNN that cannot be asked.
+Not known: which blocks the process holds before; their printed sum, less the two copies of the network, is allocated
+as one block. Not known: the version of PyTorch where none is stated; the one of that month is taken. Versions before
+2.0 ask cuDNN by another interface, and versions before 2.8 run a cuDNN that cannot be asked.
 """
 
 from __future__ import annotations
