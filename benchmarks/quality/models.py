@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.published.vision import Residual, resnet
+from benchmarks.quality import vision_models
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -160,6 +161,83 @@ def _flat() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return Flat(depth=24, width=256), (torch.randn(1024, 256), torch.randn(1024, 256))
 
 
+class MambaBlock(nn.Module):
+    """A selective state space around a shortcut, scanned step by step (Gu and Dao, arXiv 2312.00752)."""
+
+    def __init__(self, width: int, states: int) -> None:
+        super().__init__()
+        inner = 2 * width
+        self.norm, self.into, self.out = nn.LayerNorm(width), nn.Linear(width, 2 * inner), nn.Linear(inner, width)
+        self.mix = nn.Conv1d(inner, inner, 4, padding=3, groups=inner)
+        self.parameters_of = nn.Linear(inner, 1 + 2 * states)
+        self.decay = nn.Parameter(torch.arange(1.0, states + 1).log().expand(inner, -1).clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner, gate = self.into(self.norm(x)).chunk(2, dim=-1)
+        inner = F.silu(self.mix(inner.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
+        step, write, read = self.parameters_of(inner).split((1, self.decay.shape[1], self.decay.shape[1]), dim=-1)
+        step = F.softplus(step)
+        kept = torch.exp(-step[..., None] * self.decay.exp())
+        written = (step * inner)[..., None] * write[:, :, None]
+        state, outputs = torch.zeros_like(written[:, 0]), []
+        for number in range(x.shape[1]):
+            state = kept[:, number] * state + written[:, number]
+            outputs.append((state * read[:, number, None]).sum(-1))
+        return x + self.out(torch.stack(outputs, dim=1) * F.silu(gate))
+
+
+class Mamba(nn.Module):
+    """Token embeddings, blocks, a norm, a head."""
+
+    def __init__(self, *, depth: int, width: int, states: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(MambaBlock(width, states) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.tokens(ids))))
+
+
+def _mamba() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    ids = torch.randint(500, (4, 32))
+    return Classifier(Mamba(depth=8, width=64, states=8, vocabulary=500)), (ids, ids.roll(-1, 1))
+
+
+def _mixtral() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    ids = torch.randint(1000, (2, 128))
+    config = MixtralConfig(
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return Loss(MixtralForCausalLM(config)), (ids, ids)
+
+
+def _convnext() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Classifier(vision_models.convnext((3, 3, 9, 3), (48, 96, 192, 384))), (
+        torch.randn(2, 3, 160, 160),
+        torch.arange(2),
+    )
+
+
+def _efficientnet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    stages = ((1, 16, 1), (2, 24, 2), (2, 40, 2), (3, 80, 2), (3, 112, 1), (4, 192, 2))
+    return Classifier(vision_models.efficientnet(stages)), (torch.randn(2, 3, 160, 160), torch.arange(2))
+
+
+def _dit() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    latent, noise = torch.randn(2, 4, 32, 32), torch.randn(2, 4, 32, 32)
+    return vision_models.DiT(depth=12, width=192, heads=3), (latent, torch.rand(2), noise)
+
+
+def _detector() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    positions = sum((128 // stride) ** 2 for stride in (8, 16, 32))
+    targets = torch.rand(2, 20, positions), torch.rand(2, 4, positions)
+    return vision_models.Detector(), (torch.randn(2, 3, 128, 128), *targets)
+
+
 def _is(name: str) -> Callable[[nn.Module], bool]:
     return lambda module: type(module).__name__ == name
 
@@ -171,5 +249,11 @@ CASES = {
     "RoBERTa, 12 layers, 4 x 128": Case(build=_roberta, is_block=_is("RobertaLayer")),
     "Llama, 80 layers of 128, 2 x 128": Case(build=_llama80, is_block=_is("LlamaDecoderLayer")),
     "U-Net, 4 images": Case(build=_unet, is_block=_is("ResidualBlock")),
+    "ConvNeXt, 2 x 160": Case(build=_convnext, is_block=_is("ConvNextBlock")),
+    "EfficientNet, 2 x 160": Case(build=_efficientnet, is_block=_is("InvertedResidual")),
+    "DiT, 12 layers of 192, 2 x 256": Case(build=_dit, is_block=_is("DiTBlock")),
+    "detector, 2 x 128": Case(build=_detector, is_block=lambda module: isinstance(module, Residual)),
+    "Mamba, 8 layers of 64, 4 x 32": Case(build=_mamba, is_block=_is("MambaBlock")),
+    "Mixtral, 8 layers of 128, 2 x 128": Case(build=_mixtral, is_block=_is("MixtralDecoderLayer")),
     "flat function, 1024 x 256": Case(build=_flat, is_block=lambda module: False),
 }
