@@ -79,4 +79,15 @@ FAULTS = (
         "a hook that counts its calls does not run in the second backward",
         f"{_TEST}::test_a_hook_in_backward_runs_in_both_steps",
     ),
+    Fault(
+        name="second-step-with-smaller-storages",
+        path="planner/virtual_gpu/backend.py",
+        old="        self.cache_enabled = False\n",
+        new="",
+        tests=(
+            "tests/virtual_gpu/test_fake_tensor_cache.py"
+            "::test_the_storage_of_a_result_keeps_the_bytes_that_its_kernel_allocates",
+        ),
+        why="the padded gradient of a mask has fewer bytes in the second step than in the first one",
+    ),
 )

@@ -13,7 +13,6 @@ Source: torch/utils/backend_registration.py (`_setup_privateuseone_for_python_ba
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -44,13 +43,15 @@ class VirtualGpuMode(FakeTensorMode):
     - It does not initialize the device, which would fail when a model calls `torch.tensor(...)`.
     - It raises `UnsupportedOperatorException` for an op without a fake kernel. The base class would run the real kernel
       on zeros, but the virtual device has no real kernels.
-    - It has a second, faster cache of results (`fake_tensor_cache`).
+    - It has its own cache of results (`fake_tensor_cache`). The cache of the base class is slower, and the storages
+      that it creates are as large as their tensors, although a kernel may have allocated more.
     - It is not copied with a tensor: views of a tensor with another mode would have a storage of their own.
     - It makes tensors for CUDA on the virtual GPU, because models and training steps name CUDA in their code.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.cache_enabled = False
         self._results = FakeTensorCache(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualGpuMode:
@@ -62,7 +63,6 @@ class VirtualGpuMode(FakeTensorMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.cache_enabled = not _bypasses_fake_mode_cache(func)
         kwargs = kwargs or {}
         if _names_cuda(kwargs.get("device")) and is_installed():
             kwargs = {**kwargs, "device": torch.device(NAME)}
@@ -71,17 +71,6 @@ class VirtualGpuMode(FakeTensorMode):
     @property
     def avoid_device_init(self) -> bool:
         return True
-
-
-@functools.cache
-def _bypasses_fake_mode_cache(func: torch._ops.OpOverload) -> bool:
-    """True for ops that must not use the cache of `FakeTensorMode`.
-
-    These are ops on hundreds of tensors (foreach), for which the look-up takes longer than the call, and ops with a
-    storage as argument: the storage would become part of the key, and the cache would keep it alive.
-    """
-    takes_storage = any(str(argument.type) == "Storage" for argument in func._schema.arguments)
-    return takes_storage or func._schema.name.startswith("aten::_foreach")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -248,3 +248,24 @@ def test_a_view_of_a_deep_copy_has_its_storage():
         copied = copy.deepcopy(torch.empty(4, 8))
         assert copied.fake_mode is mode
         assert copied.t().untyped_storage()._cdata == copied.untyped_storage()._cdata
+
+
+def test_the_storage_of_a_result_keeps_the_bytes_that_its_kernel_allocates():
+    """The gradient of a mask is a part of a larger tensor, whose rows are padded."""
+
+    def run() -> list[int]:
+        install(Target.of(CARD))
+        with VirtualGpuMode():
+            tensors = [torch.empty(2, 2, 4, 8, device="vgpu") for _ in range(5)]
+            query, key, value, gradient, output = tensors
+            mask, sums = torch.empty(2, 2, 4, 4, device="vgpu"), torch.empty(2, 2, 32, device="vgpu")
+            seed = torch.empty((), dtype=torch.int64)
+            backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+            wanted = [True, True, True, True]
+            masks = [
+                backward(gradient, query, key, value, mask, output, sums, seed, seed, 0.0, wanted)[3] for _ in range(2)
+            ]
+            return [each.untyped_storage().nbytes() for each in masks]
+
+    first, second = run_in_child(run)
+    assert first == second > 2 * 2 * 4 * 4 * 4
