@@ -70,20 +70,40 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.blocks(x))[:, 0])
 
 
-def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    return [nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)]
+def convolution(
+    inputs: int, outputs: int, size: int, stride: int = 1, *, dilation: int = 1, groups: int = 1
+) -> list[nn.Module]:
+    """Returns a convolution that keeps the size of the image (before the stride), and batch norm."""
+    padding = dilation * (size // 2)
+    layer = nn.Conv2d(inputs, outputs, size, stride, padding, dilation, groups, bias=False)
+    return [layer, nn.BatchNorm2d(outputs)]
+
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def unchanged(module: nn.Module) -> nn.Module:
+    return module
 
 
 class Residual(nn.Module):
-    """A basic block, or a bottleneck (He et al., Deep Residual Learning, 2015; stride on the 3 x 3 convolution)."""
+    """A basic block, or a bottleneck (He et al., Deep Residual Learning, 2015; stride on the 3 x 3 convolution).
 
-    def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
+    Args:
+        dilation: dilation of the convolution with the stride.
+        wrap: replaces the first convolution.
+    """
+
+    def __init__(
+        self, inputs: int, width: int, stride: int, *, bottleneck: bool, dilation: int = 1, wrap: Wrap = unchanged
+    ) -> None:
         super().__init__()
         outputs = 4 * width if bottleneck else width
         relu = nn.ReLU(inplace=True)
         layers = [*convolution(inputs, width, 1), relu] if bottleneck else []
-        layers += convolution(width if bottleneck else inputs, width, 3, stride)
+        layers += convolution(width if bottleneck else inputs, width, 3, stride, dilation=dilation)
         layers += [relu, *convolution(width, outputs, 1 if bottleneck else 3)]
+        layers[0] = wrap(layers[0])
         self.body, self.relu = nn.Sequential(*layers), relu
         self.shortcut = nn.Sequential(*convolution(inputs, outputs, 1, stride)) if inputs != outputs else nn.Identity()
 

@@ -12,19 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.published.convolutional.resnets import (
-    DEPTHS,
-    FIRST_WITH_BOTTLENECKS,
-    ResNet,
-    normalized,
-    unchanged,
-)
+from benchmarks.published.convolutional.resnets import DEPTHS, FIRST_WITH_BOTTLENECKS, ResNet, normalized
+from benchmarks.published.vision import unchanged
 
 Triple = tuple[int, int, int]
 
 
 class Shifted(nn.Module):
-    """A convolution whose input has an eighth of its channels from the next frame, and an eighth from the last one."""
+    """A convolution that gets an eighth of its channels from the next frame, and an eighth from the previous one."""
 
     def __init__(self, convolution: nn.Module, frames: int) -> None:
         super().__init__()
@@ -81,6 +76,13 @@ def mobilenet_v2(frames: int) -> nn.Sequential:
     return nn.Sequential(*layers, normalized(inputs, 1280, 1))
 
 
+def freeze_statistics(network: nn.Module) -> None:
+    """Makes batch norms use their stored statistics."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d):
+            module.eval()
+
+
 class FrameClassifier(nn.Module):
     """Clips [samples, frames, channels, height, width] and labels -> the loss of the mean over frames.
 
@@ -112,9 +114,7 @@ class FrameClassifier(nn.Module):
 
     def forward(self, clips: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.freezes_statistics:
-            for module in self.modules():
-                if isinstance(module, nn.BatchNorm2d):
-                    module.eval()
+            freeze_statistics(self)
         features = self.network(clips.flatten(0, 1))
         x = self.pool(features[-1] if isinstance(features, list) else features).flatten(1)
         if self.shifts:
@@ -157,8 +157,8 @@ class Residual3d(nn.Module):
     """A block of a 3D ResNet.
 
     Args:
-        frames: the first convolution of a bottleneck, or all convolutions of a basic block, reach over so many frames.
-        separated: the 3 x 3 x 3 convolution of a bottleneck sees one channel (ir-CSN).
+        frames: number of frames that the first convolution of a bottleneck reads, or each one of a basic block.
+        separated: True if the 3 x 3 x 3 convolution of a bottleneck reads one channel (ir-CSN).
     """
 
     def __init__(
@@ -204,11 +204,12 @@ class Residual3d(nn.Module):
 
 
 class ResNet3d(nn.Module):
-    """A 3D ResNet: its stem and four stages. A `lateral` network gets more channels before each stage but the last.
+    """A 3D ResNet: its stem and four stages.
 
     Args:
-        inflated: 1 for each stage, or for each block, whose convolutions reach over three frames.
-        lateral: a fast network's channels are a share of `1 / lateral` of this network's; 0 without a fast network.
+        inflated: 1 for each stage, or for each block, whose convolutions read three frames, else 0.
+        lateral: this network has `lateral` times as many channels as a fast network, whose results are joined to the input
+            of each stage; 0 without a fast network.
     """
 
     def __init__(
@@ -267,9 +268,9 @@ class SlowFast(nn.Module):
     """A slow network of few frames and a fast one of few channels, whose results go to the slow one.
 
     Args:
-        every: the slow network sees every so many frames.
-        fusion: frames over which the fast network's results are gathered.
-        slices: frames are selected by slicing, as before 15 September 2020, and not by interpolation.
+        every: the slow network gets one of this number of frames, and the fast one gets all.
+        fusion: number of frames from which a result of the fast network is passed to the slow one.
+        slices: True if frames are selected by slicing, as before 15 September 2020; False for interpolation.
     """
 
     def __init__(self, slow_depth: int, fast_depth: int, *, every: int, fusion: int, slices: bool = False) -> None:
@@ -307,9 +308,7 @@ class ClipClassifier(nn.Module):
 
     def forward(self, clips: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.freezes_statistics:
-            for module in self.modules():
-                if isinstance(module, nn.BatchNorm3d):
-                    module.eval()
+            freeze_statistics(self)
         features = self.network(clips)
         pooled = [self.pool(each) for each in (features if isinstance(features, tuple) else (features,))]
         x = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)

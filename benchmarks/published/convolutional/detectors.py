@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 OUTPUTS_OF_BOX = 16
-"""YOLOv8 predicts a distribution of so many values for each side of a box."""
+"""Number of values in the distribution that YOLOv8 predicts for each side of a box."""
 Generation = Literal[5, 8]
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
+
+from benchmarks.published.vision import Residual, Wrap, convolution, unchanged
 
 DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 """Number of blocks in each stage, by number of layers."""
 FIRST_WITH_BOTTLENECKS = 50
-
-Wrap = Callable[[nn.Module], nn.Module]
-
-
-def unchanged(module: nn.Module) -> nn.Module:
-    return module
 
 
 def normalized(
@@ -28,40 +22,9 @@ def normalized(
     groups: int = 1,
     activation: bool = True,
 ) -> nn.Sequential:
-    """Returns a convolution that keeps the image size (before the stride), batch norm and ReLU."""
-    padding = dilation * (size // 2)
-    layers = [nn.Conv2d(inputs, outputs, size, stride, padding, dilation, groups, bias=False), nn.BatchNorm2d(outputs)]
+    """Returns a convolution that keeps the size of the image (before the stride), batch norm and ReLU."""
+    layers = convolution(inputs, outputs, size, stride, dilation=dilation, groups=groups)
     return nn.Sequential(*layers, *([nn.ReLU(inplace=True)] if activation else []))
-
-
-class Residual(nn.Module):
-    """A basic block, or a bottleneck with the stride in its 3 x 3 convolution."""
-
-    def __init__(
-        self, inputs: int, width: int, *, bottleneck: bool, stride: int, dilation: int, wrap: Wrap = unchanged
-    ) -> None:
-        super().__init__()
-        outputs = 4 * width if bottleneck else width
-        if bottleneck:
-            layers = [
-                normalized(inputs, width, 1),
-                normalized(width, width, 3, stride=stride, dilation=dilation),
-                normalized(width, outputs, 1, activation=False),
-            ]
-        else:
-            layers = [
-                normalized(inputs, width, 3, stride=stride, dilation=dilation),
-                normalized(width, outputs, 3, activation=False),
-            ]
-        layers[0][0] = wrap(layers[0][0])
-        self.body = nn.Sequential(*layers)
-        has_shortcut = stride != 1 or inputs != outputs
-        self.shortcut = normalized(inputs, outputs, 1, stride=stride, activation=False) if has_shortcut else None
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.body(x)
-        return self.relu(y + (x if self.shortcut is None else self.shortcut(x)))
 
 
 class ResNet(nn.Module):
@@ -98,9 +61,8 @@ class ResNet(nn.Module):
             for block in range(blocks):
                 layers.append(
                     Residual(
-                        *(inputs, width),
+                        *(inputs, width, 1 if block else strides[stage]),
                         bottleneck=bottleneck,
-                        stride=1 if block else strides[stage],
                         dilation=dilations[stage] if block else max(1, dilations[stage] // 2),
                         wrap=unchanged if block % wrap_every else wrap,
                     )
