@@ -208,8 +208,8 @@ class ResNet3d(nn.Module):
 
     Args:
         inflated: 1 for each stage, or for each block, whose convolutions read three frames, else 0.
-        lateral: this network has `lateral` times as many channels as a fast network, whose results are joined to the input
-            of each stage; 0 without a fast network.
+        lateral: number of times that this network has the channels of a fast network, whose results are joined to the
+            input of each stage; 0 without a fast network.
     """
 
     def __init__(
