@@ -4,10 +4,10 @@
 
 DIR has the shared libraries of an unpacked wheel nvidia-cudnn-cu13, and a libcublasLt. The function
 `cudnnGetRNNTempSpaceSizes` needs a handle, which cannot be made without a card. It gets memory full of zeros instead:
-it writes both sizes, and then returns an error, because it finds no card. So its answers are estimates. It gives none
-for other algorithms than the standard one. Each line is a net in the notation of the file with the known answers,
-tests/workspaces/cudnn_recurrent.txt: mode, layers, directions, time steps, samples, size of the input, hidden size,
-size of the projections, bytes of an element, dropout; then workspace and reserve in bytes.
+it writes both sizes, and then returns an error, because it finds no card. So its answers are estimates. It answers for
+the standard algorithm only. Each printed line is a net in the notation of tests/workspaces/cudnn_recurrent.txt, which
+has the known answers: mode, layers, directions, time steps, samples, size of the input, hidden size, size of the
+projections, bytes of an element, dropout; then workspace and reserve in bytes.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 With this setting, PyTorch tries the algorithms of each convolution in the first step and then runs the fastest one,
 which cannot be known without the card. The benchmark shows what the planner says: a step without the setting; a step
 after the first one, if every convolution runs the algorithm with the largest workspace; the first step on a card of
-which nothing else takes memory; and the smallest total in which the step runs. All numbers are predictions.
+which nothing else takes memory; and the smallest total with which the step runs. All numbers are predictions.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def recorded(name: str) -> StepGraph:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NETS)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NETS)} (default: all)")
     names = parser.parse_args().names or NETS
     console = console_with_versions()
     sources: dict[str, None] = {}

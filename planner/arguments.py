@@ -146,8 +146,7 @@ _SWITCH = (_is_bool, "True or False")
 _FUNCTIONS = ("loss_fn", "step", "parallelize", "optimizer", "progress")
 _MAY_BE_NONE = (
     *("gpu", "only", "max_slowdown", "margin", "by_sample", "values", "alloc_conf", "eval_batch_size", "cards", "mesh"),
-    *("cudnn_benchmark",),
-    *("parallelize", "sharding", "cards_per_node", "link", "progress", "loss_fn", "step"),
+    *("parallelize", "sharding", "cards_per_node", "link", "progress", "loss_fn", "step", "cudnn_benchmark"),
 )
 _EXPECTED: dict[str, tuple[Test, str]] = {
     "gpu": (_is_text, "the name of a card, such as 'rtx-2060', or the path of a profile as text"),

@@ -311,8 +311,8 @@ FAULTS = (
     Fault(
         name="attention-ignores-disabled-kernels",
         path="planner/virtual_gpu/sdpa.py",
-        old="    if enabled.cudnn_sdp_enabled() and _cudnn_takes(call, capability):\n",
-        new="    if _cudnn_takes(call, capability):\n",
+        old="    by_cudnn = enabled.cudnn_sdp_enabled() and _cudnn_takes(call, capability)\n",
+        new="    by_cudnn = _cudnn_takes(call, capability)\n",
         tests=("tests/virtual_gpu/test_sdpa.py::test_a_disabled_kernel_is_not_chosen",),
         why="a model that asks for the flash kernel is rehearsed with cuDNN's, which saves other tensors",
     ),

@@ -162,7 +162,7 @@ def _flat() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 class MambaBlock(nn.Module):
-    """A selective state space around a shortcut, scanned step by step (Gu and Dao, arXiv 2312.00752)."""
+    """A selective state space model with a shortcut, computed token by token (Gu and Dao, arXiv 2312.00752)."""
 
     def __init__(self, width: int, states: int) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 class ConvNextBlock(nn.Module):
-    """A depthwise convolution and a perceptron of each pixel, around a shortcut (Liu et al., arXiv 2201.03545)."""
+    """A depthwise convolution and a perceptron for each pixel, with a shortcut (Liu et al., arXiv 2201.03545)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

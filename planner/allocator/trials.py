@@ -8,8 +8,8 @@ and if it does not fit any more, all of them again.
 With `torch.backends.cudnn.benchmark = True` (`get_plans_from_find`, `generate_and_filter_plans`, `try_plans`, and
 cudnn_frontend_find_plan.h, `time_sorted_plan`), a convolution that has no remembered algorithm searches for one:
 
-1. Algorithms are left out whose workspace is larger than the free memory of the card, or than the largest free block of
-   the allocator if that is more (`cacheInfo`).
+1. Algorithms are left out if their workspace is larger than the free memory of the card, or than the largest free block
+   of the allocator if that is more (`cacheInfo`).
 2. A block for the largest workspace of the others is allocated. If it does not fit, half of it is tried, and so on, and
    the algorithms that need more are left out, too.
 3. The times of the first algorithms are measured in this block, at most `torch.backends.cudnn.benchmark_limit` of those
@@ -17,8 +17,8 @@ cudnn_frontend_find_plan.h, `time_sorted_plan`), a convolution that has no remem
 4. The fastest one runs, and is remembered.
 
 Where it is not exact: PyTorch tells apart convolutions whose tensors have other alignments, and forgets the one that
-was used least recently after 10,000 of them. Nobody knows without the card which algorithm is the fastest, so the one
-with the largest workspace is taken: the bytes that are allocated are an upper bound. If an algorithm fails on the card,
+was used least recently after 10,000 of them. Without the card it is not known which algorithm is the fastest, so the
+one with the largest workspace is taken: the allocated bytes are an upper bound. If an algorithm fails on the card,
 PyTorch compares one more, which may need more.
 """
 
@@ -32,7 +32,7 @@ from planner.workspaces.registry import Search, Trials
 
 
 def _nothing(block: Block) -> None:
-    """Ignores the block of a search."""
+    """Does nothing with the block of a search."""
 
 
 class WorkspaceTrials:

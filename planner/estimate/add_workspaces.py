@@ -128,7 +128,7 @@ def without_searches(graph: StepGraph) -> StepGraph:
 
 
 def with_known_algorithms(graph: StepGraph) -> StepGraph:
-    """Returns the recording as if the search had ended before, with the algorithms that need the largest workspaces."""
+    """Returns the recording as if the search had ended before it, with the algorithms of the largest workspaces."""
     storages = [
         storage
         if storage.trials is None

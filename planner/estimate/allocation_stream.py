@@ -82,7 +82,7 @@ def with_taken(graph: StepGraph, taken: Mapping[int, int]) -> StepGraph:
 
 
 def with_largest(graph: StepGraph, searched: Mapping[int, int]) -> StepGraph:
-    """Returns the recording with storages as large as the blocks in which their algorithms were searched for.
+    """Returns the recording with storages that are as large as the blocks in which their algorithms were searched for.
 
     Args:
         searched: sizes by block of `allocation_stream`. Such a block is freed before the storage is allocated.

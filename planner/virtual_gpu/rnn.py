@@ -7,9 +7,9 @@ torch/nn/modules/rnn.py (`flatten_parameters`).
 Packed sequences have one row for each time step of each sample, so the lengths of the sequences have to be known or
 assumed (ATen/native/PackedSequence.cpp).
 
-Two sizes are estimates. cuDNN's *reserve* (what the forward saves for backward) and its workspace have sizes that only
-the closed-source function `cudnnGetRNNTempSpaceSizes` knows. `reserve_bytes` gives what it answers without a card, and
-`planner.workspaces.cudnn_recurrent` has the workspace. The plan's notes state that they are estimates.
+The sizes of cuDNN's *reserve* (what the forward saves for backward) and of its workspace are estimates: only the
+closed-source function `cudnnGetRNNTempSpaceSizes` knows them. `reserve_bytes` follows from what it answers without a
+card; the workspace is in `planner.workspaces.cudnn_recurrent`. A note in the plan says that both are estimates.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _forward(
 def reserve_bytes(
     mode: int, rows: int, hidden_size: int, projected: int, layers: int, directions: int, itemsize: int, dropout: bool
 ) -> int:
-    """Returns the bytes that cuDNN saves for backward. Of 6,000 answers, 21 differ from it, by 32 or 64 bytes.
+    """Returns the bytes that cuDNN saves for backward. 21 of 6,000 answers of cuDNN are larger, by 32 or 64 bytes.
 
     A layer saves its gates and cells, and, if it is not the last one, its outputs. With projections, it saves the
     outputs before and after them. Dropout between layers saves a mask of one bit for each output.
@@ -276,7 +276,7 @@ def reserve_bytes(
         layers: number of layers.
         directions: 2 for a bidirectional net, else 1.
         itemsize: bytes of an element.
-        dropout: True if there is dropout between layers.
+        dropout: True if the net has dropout between its layers.
     """
     of_layer = _SAVED_PER_STEP[mode] * hidden_size + (hidden_size + projected if projected else 0)
     saved = rows * (layers * of_layer + (layers - 1) * hidden_size) * itemsize

@@ -1,7 +1,7 @@
 """Chooses the kernel that `scaled_dot_product_attention` uses on a CUDA card, and runs the op of this kernel.
 
 PyTorch takes the first kernel that can run the call (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11
-to 2.13): cuDNN (on Hopper and data center Blackwell; on other cards it is the last one), flash, memory-efficient, math.
+to 2.13): cuDNN (on Hopper and data center Blackwell; on other cards it comes last), flash, memory-efficient, math.
 The choice is made for the card that the plan is for, not for the machine on which the planner runs.
 """
 

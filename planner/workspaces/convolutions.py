@@ -77,7 +77,7 @@ def _trials(
 
 
 def _block_bytes(trials: Trials) -> int:
-    """Returns the size of a workspace. A search needs a block to stand for it, also if the algorithm needs none."""
+    """Returns the size of a workspace. A search takes a block, of 1 byte at least, also if the algorithm needs none."""
     return max(trials.sizes_bytes[0], 1 if trials.search is not None else 0)
 
 

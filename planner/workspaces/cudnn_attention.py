@@ -3,8 +3,8 @@
 PyTorch builds the graph of an attention with cuDNN's frontend, and allocates one workspace for the frontend and cuDNN
 together (native/cudnn/MHA.cpp, `run_cudnn_SDP_fprop` and `run_cudnn_SDP_bprop`). The frontend's share is public: in
 backward, the gradient of the query in fp32, and one number for each query (node/scaled_dot_product_flash_attention.h,
-`get_fe_workspace_size_node`). The share of cuDNN's kernels is not. It was fitted to the answers of cuDNN 9.19.1 and
-9.20.0, asked for described cards by `python -m benchmarks.cudnn_attention`, and equals all of them: they are in
+`get_fe_workspace_size_node`). The share of cuDNN's kernels is not public. Its formula was fitted to answers of cuDNN
+9.19.1 and 9.20.0 for described cards (`python -m benchmarks.cudnn_attention`), and equals all answers in
 tests/workspaces/cudnn_attention.txt.
 """
 
@@ -28,7 +28,7 @@ _HOPPER, _BLACKWELL = 9, 10
 _HOPPER_BYTES = 256
 """Bytes that every call takes on Hopper."""
 _ALIGNMENT_BYTES = 128
-"""Bytes by which the workspace of the other cards' kernels is larger than what they put into it."""
+"""Bytes that a workspace has on other cards in addition to its contents."""
 _TILE = 128
 """Rows and columns of the tiles in which data center Blackwell processes attention scores."""
 
@@ -52,7 +52,7 @@ def backward(call: KernelCall, card: DeviceProfile) -> list[int]:
     The gradient of the output is copied if its innermost stride is not 1. With grouped-query attention, the workspace
     has the gradients of keys and values for each query head, before they are summed over each group. On data center
     Blackwell the kernel for few queries or keys has a second gradient of the query in fp32 (except with one query in
-    each of several samples), and so have all kernels of the cards on which PyTorch does not prefer cuDNN.
+    each of several samples). On cards on which PyTorch does not prefer cuDNN, all kernels have it.
 
     Source: native/cudnn/MHA.cpp, `run_cudnn_SDP_bprop`, node/scaled_dot_product_flash_attention.h of cuDNN's frontend
     1.22, and cuDNN's answers.

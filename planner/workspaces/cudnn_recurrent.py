@@ -1,11 +1,11 @@
 """The formula for the workspace that cuDNN takes for recurrent layers.
 
 The source of cuDNN is not public. The formula was fitted to 6,000 answers of `cudnnGetRNNTempSpaceSizes`, which are
-the same for cuDNN 9.10.2, 9.19.1 and 9.20.0 (`python -m benchmarks.cudnn_recurrent`). It names the sizes before it
-looks for a card, and then reports that there is none. So the formula is an estimate. It holds for the standard
-algorithm. PyTorch takes another one for small hidden sizes and, in fp16, for some single layers (native/cudnn/RNN.cpp,
-`get_algo`). Without a card cuDNN does not answer for these. What cuDNN saves for backward is in
-`planner.virtual_gpu.rnn`.
+the same for cuDNN 9.10.2, 9.19.1 and 9.20.0 (`python -m benchmarks.cudnn_recurrent`). This function names the sizes
+before it looks for a card, and then reports that it found none. So the formula is an estimate. It holds for the
+standard algorithm. PyTorch takes another one for small hidden sizes and, in fp16, for some single layers
+(native/cudnn/RNN.cpp, `get_algo`), about which cuDNN does not answer without a card. `planner.virtual_gpu.rnn` has the
+size of what cuDNN saves for backward.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Recurrent:
     itemsize: int
 
     def workspace_bytes(self, weights: int) -> int:
-        """Returns an upper bound of the workspace's bytes. It is at most 5 % above half of the answers of cuDNN.
+        """Returns an upper bound of the workspace's bytes. For half of the nets it is at most 5 % above cuDNN's answer.
 
         Args:
-            weights: number of elements of all weight matrices, which the workspace has in another layout.
+            weights: number of elements of all weight matrices; the workspace has a copy of them in another layout.
         """
         of_hidden, of_input, of_sample = _WORKSPACE[self.mode, self.directions]
         streams = self.layers * self.directions
@@ -60,10 +60,10 @@ class Recurrent:
 
 @takes_scratch("aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default")
 def recurrent(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the size in bytes of the workspace of a forward or a backward, an estimate.
+    """Returns an estimate of the bytes of the workspace of a forward or a backward.
 
-    The backward takes it twice, one after the other: for the gradient of the input, and after the gradient of the
-    weights is allocated. Only the second one is counted, when more tensors are alive.
+    The backward allocates it twice: for the gradient of the input, and again after the gradient of the weights is
+    allocated. Only the second time is counted, because more tensors are alive then.
 
     Source: native/cudnn/RNN.cpp (`_cudnn_rnn`, `_cudnn_rnn_backward_input`, `_cudnn_rnn_backward_weight`).
     """

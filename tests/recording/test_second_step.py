@@ -1,4 +1,4 @@
-"""The second step of a rehearsal gets a copy of the first one's gradients, unless it would compute them differently.
+"""The second step of a rehearsal copies the gradients of the first one, unless it would compute them differently.
 
 `test_truth_cpu.py` compares such rehearsals with real runs of two steps.
 """
@@ -106,7 +106,7 @@ class CountsInBuffer(Counts):
 
 
 class CountsInTensor(Counts):
-    """Counts in a tensor that is no buffer, and stays in host memory."""
+    """Counts in a tensor that is not a buffer, and stays in host memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,9 +3,9 @@
     python -m benchmarks.published.convolutional [WORD ...] [--keep FILE]
 
 With words, only the rows whose setting or module contains one of them are rehearsed. With `--keep`, predictions are
-added to a file of JSON lines, and those that it has are not made again. Each module of this folder says where its
-figures come from, what is not the same as in the source, and what is not known. `PLANNER_CUDNN` chooses the libcudnn
-that is asked for workspaces.
+added to a file of JSON lines, and rows that are in the file already are not rehearsed again. Each module of this folder
+says where its figures come from, how the rehearsal differs from the source, and what is not known. `PLANNER_CUDNN`
+chooses the libcudnn that is asked for workspaces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planner.assemble import versions
 
 ROWS = (*video.ROWS, *segmentation.ROWS, *autobatch.ROWS)
 LOW = -0.02
-"""A prediction that is low by more than this share of the published figure is counted as low."""
+"""Error, as a share of the published figure, below which a prediction is counted as low."""
 Found = Sequence[tuple[Row, Predicted]]
 
 

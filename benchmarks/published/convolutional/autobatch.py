@@ -1,4 +1,4 @@
-"""What Ultralytics' AutoBatch prints before YOLO is trained: memory reserved by steps of 1 to 16 images.
+"""Reserved memory that Ultralytics' AutoBatch prints before it trains YOLO, for steps of 1 to 16 images.
 
 Sources, with the versions that they state:
 
@@ -9,11 +9,11 @@ Sources, with the versions that they state:
 
 The figure is `torch.cuda.memory_reserved()` in GB after three forwards and backwards under fp16 autocast, which follow
 each other without an update; then the cache is emptied. cudnn.benchmark is off. cudnn.deterministic is on, which is
-not rehearsed. The numbers of parameters that are printed are those of the networks here.
+not rehearsed. The networks here have the printed numbers of parameters.
 
-Not known: which blocks the process holds before; their printed sum, less the two copies of the network, is allocated
-as one block. Not known: the version of PyTorch where none is stated; the one of that month is taken. Versions before
-2.0 ask cuDNN by another interface, and versions before 2.8 run a cuDNN that cannot be asked.
+It is not known which blocks the process holds before. Their printed sum, less the two copies of the network, is
+allocated as one block. Where no version of PyTorch is stated, the one of that month is taken. Versions before 2.0 ask
+cuDNN by another interface, and versions before 2.8 run a cuDNN that cannot be asked.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Head(nn.Module):
 
 
 class Plain(Head):
-    """Some 3 x 3 convolutions; with `concatenates`, one more that also sees their input (FCN)."""
+    """3 x 3 convolutions; with `concatenates`, one more that also reads their input (FCN)."""
 
     def __init__(
         self, stage: int, inputs: int, channels: int, classes: int, *, depth: int = 1, concatenates: bool = False

@@ -42,11 +42,11 @@ class Row:
     """In units of `unit_bytes`."""
     unit_bytes: int
     digit: float
-    """The last digit of the figure, in its unit: the figure is rounded to a multiple of it."""
+    """The figure is rounded to a multiple of this, in units of `unit_bytes`."""
     program: Program
-    """Trains as the first rank. Rows with the same program are rehearsed once."""
+    """Trains as the first rank."""
     doubt: str = ""
-    """Why the settings of the run are not known; empty if they are."""
+    """The reason why the settings of the run are not known; empty if they are known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

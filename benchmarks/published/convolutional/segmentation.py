@@ -3,14 +3,14 @@
 Source: github.com/open-mmlab/mmsegmentation, the tables in configs/{fcn,pspnet,deeplabv3,deeplabv3plus,unet}/README.md
 (column "Mem (GB)", June to December 2020) with the configurations that they name. docs/model_zoo.md says: maximum of
 `torch.cuda.max_memory_allocated()` over 4 cards with cudnn.benchmark off, V100 32 GB, PyTorch 1.5, cuDNN 7.6.3, whose
-heuristics cannot be asked. All train in fp32 with SGD and DistributedDataParallel; 2 images a card of Cityscapes, 4 of
-the other data.
+heuristics cannot be asked. All train in fp32 with SGD and DistributedDataParallel, with 2 images of Cityscapes on each
+card, or 4 of the other data.
 
-GB are 1,024 MiB by the maintainers' word (issues 1184 and 1215). U-Net's figures have three digits after the point, and
-are taken to be thousands of the log's MiB, which is not stated. With cudnn.benchmark on, the log of PSPNet's row of 6.1
-has 18,773 MiB (issue 1215). Not rehearsed: validations, and synchronized batch norm, in place of which each card has
-its own. Left out: figures below 5 GB with one digit, other data, ResNet-101 with the plain stem, and fp16, which was
-not autocast in 2020.
+The maintainers say that GB are 1,024 MiB (issues 1184 and 1215). U-Net's figures have three digits after the point, and
+are assumed to be thousands of the log's MiB; their unit is not stated. With cudnn.benchmark on, the log of PSPNet's row
+of 6.1 has 18,773 MiB (issue 1215). Validations are not rehearsed, and each card has its own batch norm in place of the
+synchronized one. These rows are left out: figures below 5 GB with one digit, other data, ResNet-101 with the plain
+stem, and fp16, which was not autocast in 2020.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ RESNETS: dict[tuple[str, str], tuple[float, ...]] = {
     ("DeepLabV3+", "Cityscapes, 769"): (8.5, 12.5, 8.4),
     ("DeepLabV3+", "ADE20K"): (10.6, 14.1),
 }
-"""GiB by head and data, for ResNet-50 and ResNet-101 with a deep stem, and for ResNet-50 with the plain one."""
+"""Figures in GiB by head and data: ResNet-50 and ResNet-101 with a deep stem, and ResNet-50 with the plain one."""
 NETWORKS = ((50, True), (101, True), (50, False))
 UNETS = {
     "FCN": (0.680, 0.968, 2.525),
     "PSPNet": (0.599, 0.982, 2.588),
     "DeepLabV3": (0.596, 0.999, 2.604),
 }
-"""GiB by head, for 4 images of 64, 128 and 256 pixels."""
+"""Figures in thousands of MiB by head, for 4 images of 64, 128 and 256 pixels."""
 UNET_HEADS: dict[str, Callable[[], Head]] = {
     "FCN": lambda: Plain(4, 64, 64, 2),
     "PSPNet": lambda: Pyramid(4, 64, 16, 2),

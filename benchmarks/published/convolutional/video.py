@@ -5,10 +5,10 @@ gpu_mem(M), 2020 to 2022) with the configurations that they name. The figures ar
 in MiB, as the runner's log hook writes them. All train in fp32 on 8 to 48 cards with SGD, DistributedDataParallel and
 limited gradients, and without cudnn.benchmark.
 
-Not known: the card and the versions of each row. The zoo's own benchmark (docs/benchmark.md) ran on V100 32 GB with
+The card and the versions of a row are not known. The zoo's own benchmark (docs/benchmark.md) ran on V100 32 GB with
 PyTorch 1.4 and cuDNN 7.6.3, whose heuristics cannot be asked. The layers are those of the code on the day of a figure:
-SlowFast sliced its clips until September 2020. Not rehearsed: the validations between the epochs, and
-synchronized batch norm, in place of which each card has its own.
+SlowFast sliced its clips until September 2020. The validations between the epochs are not rehearsed, and each card has
+its own batch norm in place of the synchronized one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""An explanation of published peaks by cuDNN 7's Winograd algorithm, which was sought after the rows were known.
+"""Explains published peaks by cuDNN 7's Winograd algorithm. We looked for this explanation after the errors were known.
 
     python -m benchmarks.published.convolutional.winograd "FCN R-50, Cityscapes" ...
 
-For each row whose setting is named: the published figure, the peak of tensors, and the peak if each convolution of
-3 x 3 with stride 1, and the gradient of its input, ran the algorithm F(4 x 4, 3 x 3) (Lavin and Gray, 2015) that holds
-its transformed image, result and weights in memory: 36 numbers for every 16 of the images and every 9 of the weights.
+For each row whose setting is named, the command prints the published figure, the peak of tensors, and the peak if each
+3 x 3 convolution with stride 1, and the gradient of its input, ran the algorithm F(4 x 4, 3 x 3) (Lavin and Gray, 2015)
+and held its transformed image, result and weights in memory: 36 numbers for every 16 of the images and every 9 of the
+weights.
 """
 
 from __future__ import annotations

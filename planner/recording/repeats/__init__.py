@@ -1,1 +1,1 @@
-"""Parts of a step that repeat: identical layers, the gradients of a second step, calls of the user's own step."""
+"""Parts of a rehearsal that repeat: identical layers, the gradients of a second step, calls of the user's own step."""

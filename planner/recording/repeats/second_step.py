@@ -1,9 +1,10 @@
 """Puts the gradients of the first recorded step into the second one, instead of computing them again.
 
-The second of two steps runs the forwards and backwards of the first one once more if it begins alike: with the same
-batch, the same storages (and the optimizer state, which the first update makes), and the same numbers and text in the
-model and the loss function. It then gets a copy of what was recorded, and only its update is run, because the optimizer
-state exists by then. Rehearsals that are compared with such recordings show the same events (`tests/recording`).
+The second of two steps runs the same forwards and backwards as the first one if it begins like it: with the same batch,
+the same storages (apart from the optimizer state, which the first update makes), and the same numbers and text in the
+model and the loss function. It then gets a copy of what was recorded. Only its update is run, which differs from the
+first one because the optimizer state exists. Tests compare such recordings with recordings of two whole steps: the
+events are the same (`tests/recording`).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class StepWithRepeatedGradients:
         step: the step.
         recorder: the active recorder of the rehearsal, which makes a plain recording.
         model, loss_fn: what the step calls. Their numbers and text are compared before both calls. If hooks run in
-            backward, whose state is not known, both calls compute gradients.
+            backward, both calls compute gradients, because the state of hooks is not known.
     """
 
     def __init__(self, step: StepInParts, recorder: Recorder, model: torch.nn.Module, loss_fn: Callable | None) -> None:
@@ -101,7 +102,7 @@ class StepWithRepeatedGradients:
         del loss  # here, as the user's loop frees it after the update
 
     def _state(self) -> list[object]:
-        """Returns all but tensors of floating-point numbers that the forwards may read, so that it can be compared."""
+        """Returns what the forwards may read, except floating-point tensors, as values that can be compared."""
         modules = [*self._model.modules()]
         if isinstance(self._loss_fn, torch.nn.Module):
             modules += self._loss_fn.modules()
@@ -117,7 +118,7 @@ class StepWithRepeatedGradients:
 
 
 class _Gradients:
-    """Describes what the forwards and backwards of a step have recorded.
+    """The recorded forwards and backwards of a step, which can be repeated.
 
     Args:
         recorder: the recorder, before the first forward.
@@ -132,7 +133,7 @@ class _Gradients:
         self._made: list[_Made] | None = None
 
     def end(self, loss: torch.Tensor, model: torch.nn.Module) -> None:
-        """Notes that all gradients of `model` have been computed, and that `loss` has been."""
+        """Ends the recorded part: `loss` and all gradients of `model` have been computed."""
         self._end, self._micro_batch = _Position.of(self._recorder), self._recorder.micro_batch
         born = {index: birth for index, birth in self._alive() if index >= self._begin.storages}
         gradients = [(each, each.grad) for each in model.parameters() if each.grad is not None]
@@ -157,7 +158,7 @@ class _Gradients:
         )
 
     def repeat(self) -> torch.Tensor:
-        """Records the forwards and backwards again, sets the gradients, and returns the loss."""
+        """Adds a copy of the forwards and backwards to the recording, sets the gradients, and returns the loss."""
         assert self._made is not None
         recorder, table = self._recorder, self._recorder.table
         begin, end, now = self._begin, self._end, _Position.of(recorder)

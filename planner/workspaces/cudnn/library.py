@@ -161,8 +161,8 @@ class _Configuration:
 class Questions:
     """Answers questions about convolutions on a card.
 
-    Convolutions that differ only in what PyTorch's filter keeps have the same configurations. So a question is answered
-    from those of the question before it, if it can be.
+    Convolutions have the same configurations if they differ only in the settings by which PyTorch filters them. So the
+    configurations of a question are kept for the next one.
     """
 
     def __init__(self, library: Library, card: _Descriptor) -> None:
@@ -272,7 +272,7 @@ def _recommended(library: Library, graph: _Descriptor, card: _Descriptor, mode: 
 
 
 def _read(library: Library, configuration: _Descriptor) -> _Configuration:
-    """Returns what is known about a configuration. Raises `RefusedError` if cuDNN does not say it."""
+    """Returns the properties of a configuration. Raises `RefusedError` if cuDNN does not name them."""
     engine = _Descriptor(library, _ENGINE)
     configuration.get(_OF_ENGINE, _DESCRIPTOR, (ctypes.c_void_p * 1)(engine.pointer.value), 1)
     notes, number, size = (ctypes.c_int * 32)(), (ctypes.c_int64 * 1)(), (ctypes.c_int64 * 1)()

@@ -67,12 +67,12 @@ def _search_notes(searched: Sequence[Answer]) -> Iterator[str]:
     count = sum(each.source is Source.FORMULA for each in searched)
     if count:
         yield (
-            f"that bound is not known for {count:,} of {len(searched):,} workspaces: an estimate without the search is "
-            f"counted for them, and the step may take more; {_REMEDY}"
+            f"the upper bound is not known for {count:,} of {len(searched):,} workspaces: an estimate without the "
+            f"search is counted for them, and the step may take more; {_REMEDY}"
         )
     count = sum(each.source is not Source.FORMULA and not each.is_exact for each in searched)
     if count:
-        yield f"that bound is an estimate for {count:,} of {len(searched):,} workspaces; {_REMEDY}"
+        yield f"the upper bound is an estimate for {count:,} of {len(searched):,} workspaces; {_REMEDY}"
 
 
 def _text(version: Version | None) -> str:

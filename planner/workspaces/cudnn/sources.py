@@ -9,7 +9,7 @@ The sources, best first:
 5. the same convolution with another number of samples in the table,
 6. a formula.
 
-The tables do not have deterministic kinds. They answer for them with the algorithms of all kinds, as an estimate.
+The tables have no deterministic kinds. For these, the workspaces without this setting are the estimate.
 
 The answers of the first two are what cuDNN takes. The others are estimates.
 """

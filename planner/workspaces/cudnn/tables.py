@@ -27,7 +27,7 @@ Version = tuple[int, int, int]
 _SAME_AS: dict[Version, Version] = {(9, 19, 0): (9, 20, 0)}
 """Versions whose answers are those of another version, so that they need no file: all workspaces of a table of 9.19.0
 were compared with those of 9.20.0, 22,722 for each compute capability, and none differs. From the tables of all
-algorithms, those for 8.0 and 9.0 were compared."""
+algorithms, the columns for 8.0 and 9.0 were compared."""
 FOLDER = pathlib.Path(str(importlib.resources.files("planner.profiles"))) / "cudnn"
 
 
@@ -60,10 +60,11 @@ def _item(sizes: Sizes) -> str:
 
 
 def _searched_item(sizes: Sizes) -> str:
-    """Returns the text for the workspaces of all algorithms. By default, PyTorch compares the times of the first ones.
+    """Returns the text for the workspaces of all algorithms of one kind.
 
-    Those of the first `BENCHMARK_LIMIT` come before '|', largest first. Of the others, only those with a larger
-    workspace are kept: they decide how much memory is taken while the algorithms are tried.
+    By default, PyTorch compares the times of the first `BENCHMARK_LIMIT` algorithms. Their workspaces come before '|',
+    largest first. Of the others, only the larger ones are kept: they decide how much memory is taken while the
+    algorithms are tried.
     """
     first = sorted(sizes[:BENCHMARK_LIMIT], reverse=True)
     others = sorted((size for size in sizes[BENCHMARK_LIMIT:] if size > first[0]), reverse=True)
@@ -71,6 +72,7 @@ def _searched_item(sizes: Sizes) -> str:
 
 
 def _thinned(sizes: Sequence[int]) -> list[int]:
+    """Returns the sizes without those that are nearly as large as the one that was kept before them."""
     kept: list[int] = []
     for size in sizes:
         if not kept or (kept[-1] > 0 and size <= _WORTH_LISTING * kept[-1]):
