@@ -91,4 +91,6 @@ def _listed(verdicts: Sequence[Verdict]) -> list[str]:
 def _reason(note: str) -> str:
     """Returns a note as one cell of a table."""
     short = note if len(note) <= _SHOWN else f"{note[:_SHOWN].rsplit(' ', 1)[0]} ..."
-    return short.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+    for special in "|*_[":
+        short = short.replace(special, f"\\{special}")
+    return short.replace("<", "&lt;")
