@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -10,7 +12,7 @@ import itertools
 import operator
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +53,8 @@ def library(name: str, purpose: str) -> Any:
     if sys.modules.get(name, name) is None or (name not in sys.modules and importlib.util.find_spec(name) is None):
         raise WorkloadError(f"{purpose} needs {name}, which is not installed: pip install {name}")
     try:
-        module = importlib.import_module(name)
+        with _compiling_later():
+            module = importlib.import_module(name)
         for part in _PARTS.get(name, ()):
             operator.attrgetter(part)(module)
     except Exception as error:  # a broken library may raise anything
@@ -60,6 +63,28 @@ def library(name: str, purpose: str) -> Any:
             f"pip install --upgrade --force-reinstall {_raised_by(error, name)}"
         ) from error
     return module
+
+
+@contextlib.contextmanager
+def _compiling_later() -> Iterator[None]:
+    """Lets functions that are compiled inside of this context be compiled when they are first called.
+
+    bitsandbytes calls `torch.compile` while it is imported. That imports the compiler, which takes longer than the
+    rehearsal of a small model, and no rehearsal calls these functions.
+    """
+    compile_now = torch.compile
+
+    def compile_later(model: Callable | None = None, **options: Any) -> Callable:
+        if model is None:
+            return functools.partial(compile_later, **options)
+        compiled = functools.cache(lambda: compile_now(model, **options))
+        return functools.wraps(model)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    torch.compile = compile_later
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
 
 
 def _raised_by(error: Exception, name: str) -> str:

@@ -176,3 +176,22 @@ def test_a_reduction_of_a_constant_with_a_trillion_rows_takes_no_time():
     batch = torch.empty(1, 8).expand(10**12, 8)
     planner.plan(nn.Linear(8, 8), batch, vram=None, gpu="bare", loss_fn=lambda output, batch: output.sum())
     assert time.perf_counter() - began < 30
+
+
+def test_a_library_that_compiles_functions_when_imported_compiles_them_when_they_are_called(tmp_path, monkeypatch):
+    compiled = []
+
+    def compile_now(model, **options):
+        compiled.append((model.__name__, options))
+        return lambda x: model(x) + 1
+
+    (tmp_path / "compiling_library.py").write_text(
+        "import torch\n\n\ndef plain(x):\n    return x\n\n\n"
+        "@torch.compile(dynamic=True)\ndef decorated(x):\n    return 2 * x\n\n\ncalled = torch.compile(plain)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch, "compile", compile_now)
+    module = library("compiling_library", "this test")
+    assert compiled == [] and torch.compile is compile_now
+    assert [module.decorated(1), module.decorated(2), module.called(1)] == [3, 5, 2]
+    assert compiled == [("decorated", {"dynamic": True}), ("plain", {})]
