@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
 
 def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
@@ -24,11 +25,26 @@ def _attention_backward(
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
-ATTENTION_ON_CPU = {
+def _grouped_product(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    if len(a) == len(b) == 2:  # groups of the summed dimension, as in the gradient of the weights
+        return 2 * a[0] * a[1] * b[1]
+    tokens = a if len(a) == 2 else b
+    return 2 * tokens.numel() * (b[-1] if len(a) == 2 else a[1])
+
+
+def _convolution_backward(gradient: torch.Size, x: torch.Size, weight: torch.Size, *options: Any, **__: object) -> int:
+    transposed, output_mask = options[4], options[7]
+    return sum(output_mask[:2]) * conv_flop_count(x, weight, gradient, transposed=transposed)
+
+
+FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._grouped_mm: _grouped_product,
+    torch.ops.aten.convolution_backward: _convolution_backward,
 }
-"""FLOP formulas of CPU attention, which torch's counter lacks: without them its recompute would cost nothing."""
+"""FLOP formulas that torch's counter lacks, so that a recompute of these ops would cost nothing (attention on a CPU,
+the experts of a mixture), and one that ignores the groups of a convolution."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -81,7 +97,7 @@ def counted(step: Callable[[], torch.Tensor], known: Iterable[torch.Tensor]) -> 
     """
     with LiveBytes(known) as memory:
         loss = step()
-    with FlopCounterMode(display=False, custom_mapping=ATTENTION_ON_CPU) as flops:
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as flops:
         step()
     return Counted(
         peak_bytes=memory.peak_bytes,

@@ -20,6 +20,7 @@ PRODUCTS = [
     _aten.bmm.default,
     _aten.baddbmm.default,
     _aten.convolution.default,
+    _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
 KNOB = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
