@@ -200,8 +200,8 @@ class Mamba(nn.Module):
 
 
 def _mamba() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    ids = torch.randint(500, (4, 32))
-    return Classifier(Mamba(depth=8, width=64, states=8, vocabulary=500)), (ids, ids.roll(-1, 1))
+    ids = torch.randint(500, (8, 16))
+    return Classifier(Mamba(depth=4, width=64, states=8, vocabulary=500)), (ids, ids.roll(-1, 1))
 
 
 def _mixtral() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -253,7 +253,7 @@ CASES = {
     "EfficientNet, 2 x 160": Case(build=_efficientnet, is_block=_is("InvertedResidual")),
     "DiT, 12 layers of 192, 2 x 256": Case(build=_dit, is_block=_is("DiTBlock")),
     "detector, 2 x 128": Case(build=_detector, is_block=lambda module: isinstance(module, Residual)),
-    "Mamba, 8 layers of 64, 4 x 32": Case(build=_mamba, is_block=_is("MambaBlock")),
+    "Mamba, 4 layers of 64, 8 x 16": Case(build=_mamba, is_block=_is("MambaBlock")),
     "Mixtral, 8 layers of 128, 2 x 128": Case(build=_mixtral, is_block=_is("MixtralDecoderLayer")),
     "flat function, 1024 x 256": Case(build=_flat, is_block=lambda module: False),
 }
