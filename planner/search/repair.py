@@ -8,6 +8,7 @@ that is no improvement. It stops when the peak fits, or after a number of moves.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
 import numpy as np
@@ -17,6 +18,12 @@ from planner.search.presolve import ReducedProblem
 
 _TRIED_PER_MOVE = 6
 """Maximum number of neighbors of the current selection that are evaluated; the best of them is the next one."""
+
+_MOST_CONDITIONS = 2000
+"""Maximum number of conditions that are looked at for a move. Those with the most bytes come first."""
+
+_SECONDS = 3.0
+"""Maximum time of a search. A move of a model with a thousand layers can take longer than this."""
 
 
 def descend(
@@ -39,8 +46,9 @@ def descend(
 
     current = lowest = frozenset(units)
     seen = {current}
+    deadline = time.monotonic() + _SECONDS
     for _ in range(moves):
-        if compiled.peak(lowest) <= budget_bytes:
+        if compiled.peak(lowest) <= budget_bytes or time.monotonic() > deadline:
             break
         options = [move for move in _moves(compiled, reduced, current) if move not in seen][:_TRIED_PER_MOVE]
         if not options:
@@ -68,7 +76,8 @@ def _moves(compiled: CompiledProblem, reduced: ReducedProblem, current: frozense
     # Bytes that each unit would free or add there, conditions being taken one at a time.
     held_bytes = compiled.condition_bytes(event)
     freed_bytes = np.zeros(compiled.unit_count, np.int64)
-    for number in np.flatnonzero(held_bytes).tolist():
+    heaviest = np.argsort(-held_bytes, kind="stable")[:_MOST_CONDITIONS]
+    for number in heaviest[held_bytes[heaviest] > 0].tolist():
         unless, when = compiled.written_out(number)
         for members in unless:
             if not current.intersection(members):
