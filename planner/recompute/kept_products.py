@@ -18,6 +18,7 @@ PRODUCTS: dict[str, int | None] = {
     "addmm": None,
     "bmm": None,
     "baddbmm": None,
+    "_grouped_mm": None,
     "convolution": None,
     "_scaled_dot_product_flash_attention": 3,
     "_scaled_dot_product_efficient_attention": 5,
