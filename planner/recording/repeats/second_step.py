@@ -17,8 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from planner.recording.module_state import attributes_of, host_random_state, plain_state
 from planner.recording.recorder import Recorder
+from planner.recording.repeats.python_state import python_state
 from planner.recording.step_graph import Call, Op
 
 
@@ -91,30 +91,24 @@ class StepWithRepeatedGradients:
 
     def __call__(self, batch: Any) -> None:
         if self._first is None:
-            self._first = _Gradients(self._recorder, self._state())
+            self._first = _Gradients(self._recorder, self._state(batch))
             loss = self._step.compute_gradients(batch)
             self._first.end(loss, self._model)
-        elif not self._has_hooks and self._first.can_be_repeated(self._state()):
+        elif not self._has_hooks and self._first.can_be_repeated(self._state(batch)):
             loss = self._first.repeat()
         else:
             loss = self._step.compute_gradients(batch)
         self._step.update()
         del loss  # here, as the user's loop frees it after the update
 
-    def _state(self) -> list[object]:
-        """Returns what the forwards may read, except floating-point tensors, as values that can be compared."""
-        modules = [*self._model.modules()]
-        if isinstance(self._loss_fn, torch.nn.Module):
-            modules += self._loss_fn.modules()
-        known = self._recorder.data_dependence.known.value
-        values = [
-            None if (value := known(buffer)) is None else value.tolist()
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not (name == "num_batches_tracked" and _ignores_counter(module))
-        ]
-        function = plain_state(torch.nn.Identity(), self._loss_fn)
-        return [*map(attributes_of, modules), values, function, host_random_state()]
+    def _state(self, batch: Any) -> list[object]:
+        """Returns all but the values of tensors that the forwards may read, so that it can be compared."""
+        return python_state((self._model, self._loss_fn, batch), self._value_of_buffer)
+
+    def _value_of_buffer(self, name: str, module: torch.nn.Module, buffer: torch.Tensor) -> object:
+        """Returns the values of a buffer if the rehearsal knows them, and they are not a counter that nobody reads."""
+        value = self._recorder.data_dependence.known.value(buffer)
+        return None if value is None or (name == "num_batches_tracked" and _ignores_counter(module)) else value.tolist()
 
 
 class _Gradients:
