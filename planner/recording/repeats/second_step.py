@@ -10,7 +10,7 @@ events are the same (`tests/recording`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -106,9 +106,9 @@ class StepWithRepeatedGradients:
         return python_state((self._model, self._loss_fn, batch), self._value_of_buffer)
 
     def _value_of_buffer(self, name: str, module: torch.nn.Module, buffer: torch.Tensor) -> object:
-        """Returns the values of a buffer if the rehearsal knows them, and they are not a counter that nobody reads."""
+        """Returns the values of a buffer if the rehearsal knows them; None for a norm's counter, see `_reads_counter`."""
         value = self._recorder.data_dependence.known.value(buffer)
-        return None if value is None or (name == "num_batches_tracked" and _ignores_counter(module)) else value.tolist()
+        return None if value is None or _is_counter(name, module) else value.tolist()
 
 
 class _Gradients:
@@ -132,8 +132,13 @@ class _Gradients:
         born = {index: birth for index, birth in self._alive() if index >= self._begin.storages}
         gradients = [(each, each.grad) for each in model.parameters() if each.grad is not None]
         tensors: list[tuple[torch.nn.Parameter | None, torch.Tensor]] = [(None, loss), *gradients]
+        reads_counter = _reads_counter(self._recorder, model, self._recorder.ops[self._begin.ops :])
         made = [_made(*pair, self._recorder.table.storage_of(pair[1]), born) for pair in tensors]
-        if None not in made and sorted(each.storage for each in made if each is not None) == sorted(born):
+        if (
+            not reads_counter
+            and None not in made
+            and sorted(each.storage for each in made if each is not None) == sorted(born)
+        ):
             self._made = [each for each in made if each is not None]
 
     def can_be_repeated(self, state: object) -> bool:
@@ -239,9 +244,22 @@ def _has_hooks_in_backward(model: torch.nn.Module) -> bool:
     )
 
 
-def _ignores_counter(module: torch.nn.Module) -> bool:
-    """True if the module is a norm that counts its batches and does not use their number."""
-    return isinstance(module, _NormBase) and module.momentum is not None
+def _is_counter(name: str, module: torch.nn.Module) -> bool:
+    """True if the buffer is the number of batches of a norm that counts them and does not use their number itself."""
+    return name == "num_batches_tracked" and isinstance(module, _NormBase) and module.momentum is not None
+
+
+def _reads_counter(recorder: Recorder, model: torch.nn.Module, ops: Sequence[Op]) -> bool:
+    """True if one of the ops, or the model's Python code, read the number of batches of a norm."""
+    counters = {
+        recorder.table.storage_of(buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and _is_counter(name, module)
+    }
+    return not counters.isdisjoint(recorder.numbers_asked) or any(
+        not counters.isdisjoint(op.inputs) for op in ops if op.name != "aten.add_.Tensor"
+    )
 
 
 def _plus(index: int | None, more: int) -> int | None:
