@@ -25,10 +25,14 @@ def state_of(*roots: object) -> list[object]:
 
 
 class Counter:
+    pass
+
+
+class Base:
     calls = 0
 
 
-class Derived(Counter):
+class Derived(Base):
     pass
 
 
@@ -78,7 +82,7 @@ class Model(torch.nn.Module):
         self.layer, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
         self.first, self.second = torch.nn.Tanh(), torch.nn.Sigmoid()
         self.config = PretrainedConfig()
-        self.slots, self.derived, self.referred = Slots(), Derived(), Slots.__mro__
+        self.slots, self.derived = Slots(), Derived()
         self.nested = {"a": {"b": {"c": {"d": [0]}}}}
         self.long, self.ring = [0] * 5000, deque([0], maxlen=2)
         self.generator, self.own_random = numpy.random.default_rng(0), random.Random(0)
@@ -96,7 +100,7 @@ class Model(torch.nn.Module):
         def inner():
             return decorated(), HELPERS.calls, cached(0)
 
-        return x if inner() else x
+        return x * len(inner())
 
 
 def swap(model: Model) -> None:
@@ -108,7 +112,7 @@ CHANGES = {
     "an object of transformers": lambda model: setattr(model.config, "calls", 1),
     "a slot": lambda model: setattr(model.slots, "calls", 1),
     "a class": lambda model: setattr(Derived, "calls", Derived.calls + 1),
-    "the base of a class": lambda model: setattr(Counter, "calls", Counter.calls + 1),
+    "the base of a class": lambda model: setattr(Base, "calls", Base.calls + 1),
     "a function of autograd": lambda model: setattr(Double, "calls", Double.calls + 1),
     "a variable of a function that a method calls": lambda model: count(),
     "a variable of a module": lambda model: setattr(HELPERS, "calls", HELPERS.calls + 1),

@@ -75,7 +75,7 @@ class _Same:
 
 
 def python_state(roots: Iterable[object], value_of_buffer: Callable[[str, Any, torch.Tensor], object]) -> list[object]:
-    """Returns the state of all objects that can be reached from `roots`; it equals that of a later call if none changed.
+    """Returns the state of all objects that can be reached from `roots`. Two states are equal if none has changed.
 
     The values of tensors are not part of it, except those of buffers. In-place writes to parameters and buffers do not
     change it, and those to other tensors do.
@@ -172,7 +172,7 @@ class _Search:
             yield self._value_of_buffer(*self._buffers[id(tensor)], tensor)
         elif not tensor.is_inference():
             yield tensor._version
-        own = vars(tensor).items()
+        own = [*vars(tensor).items()]
         if isinstance(tensor, FakeTensor):
             own = [(name, value) for name, value in own if name not in _OF_FAKE and not name.startswith("_")]
         self._waiting.extend(itertools.chain(*own))
@@ -231,7 +231,7 @@ def _content(value: object, slot: types.MemberDescriptorType) -> object:
 
 def _hides_state(kind: type, slots: int) -> bool:
     """True if the objects of a class have memory besides that for their attributes and slots."""
-    pointers = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)  # type: ignore[attr-defined]
+    pointers = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + 8 * pointers
 
 

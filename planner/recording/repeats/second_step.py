@@ -106,7 +106,7 @@ class StepWithRepeatedGradients:
         return python_state((self._model, self._loss_fn, batch), self._value_of_buffer)
 
     def _value_of_buffer(self, name: str, module: torch.nn.Module, buffer: torch.Tensor) -> object:
-        """Returns the values of a buffer if the rehearsal knows them; None for a norm's counter, see `_reads_counter`."""
+        """Returns the values of a buffer if the rehearsal knows them, and they are no counter of a norm."""
         value = self._recorder.data_dependence.known.value(buffer)
         return None if value is None or _is_counter(name, module) else value.tolist()
 
@@ -134,11 +134,8 @@ class _Gradients:
         tensors: list[tuple[torch.nn.Parameter | None, torch.Tensor]] = [(None, loss), *gradients]
         reads_counter = _reads_counter(self._recorder, model, self._recorder.ops[self._begin.ops :])
         made = [_made(*pair, self._recorder.table.storage_of(pair[1]), born) for pair in tensors]
-        if (
-            not reads_counter
-            and None not in made
-            and sorted(each.storage for each in made if each is not None) == sorted(born)
-        ):
+        storages = sorted(each.storage for each in made if each is not None)
+        if not reads_counter and None not in made and storages == sorted(born):
             self._made = [each for each in made if each is not None]
 
     def can_be_repeated(self, state: object) -> bool:
