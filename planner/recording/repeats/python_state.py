@@ -2,7 +2,8 @@
 
 The description is that of all objects that can be reached from the roots, breadth first: attributes, slots, containers,
 arrays, generators of random numbers, closures, and the global variables, classes and modules that the user's functions
-name. Code of libraries is not searched (`_is_of_library`), but their objects are, such as the configuration of a model.
+name. Code of `_LIBRARIES` is not searched, and of other installed packages only forwards are. The objects of both are
+searched, such as the configuration of a model.
 
 An object whose state Python does not show, such as an iterator or a file, differs from itself: a step that reaches it
 is never taken for one that begins alike. Exceptions are types that are known to be fixed (`_FIXED`).
@@ -11,11 +12,13 @@ is never taken for one that begins alike. Exceptions are types that are known to
 from __future__ import annotations
 
 import array
+import contextvars
 import datetime
 import enum
 import functools
 import itertools
 import logging
+import pathlib
 import pickle
 import random
 import re
@@ -156,6 +159,8 @@ class _Search:
             add((value.cache_info().currsize, value.__wrapped__))
         elif isinstance(value, weakref.ref):
             add((value(),))
+        elif isinstance(value, contextvars.ContextVar):
+            add((value.get(None),))
         elif isinstance(value, types.MappingProxyType):
             add((dict(value),))
         elif isinstance(value, (types.ModuleType, *_FIXED)) or _is_fixed_of_torch(kind):
@@ -242,8 +247,9 @@ def _is_fixed_of_torch(kind: type) -> bool:
 
 def _parts_of_class(kind: type) -> Iterator[object]:
     if _package(kind.__module__) not in _LIBRARIES:
+        is_installed = _is_installed(kind.__module__)
         for name, value in vars(kind).items():
-            if name not in _NOT_STATE_OF_CLASS:
+            if name not in _NOT_STATE_OF_CLASS and (not is_installed or name == "forward" or _holds_values(value)):
                 yield from (name, value)
         yield from kind.__bases__
 
@@ -256,8 +262,22 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[object]:
         except ValueError:  # the variable has no value yet
             yield cell
     yield from (function.__defaults__, function.__kwdefaults__, vars(function))
-    if _package(function.__globals__.get("__name__", "")) not in _LIBRARIES:
-        yield from _named(function.__globals__, _names(function.__code__), set())
+    module = function.__globals__.get("__name__", "")
+    if _package(module) not in _LIBRARIES:
+        named = _named(function.__globals__, _names(function.__code__), set())
+        yield from filter(_holds_values, named) if _is_installed(module) else named
+
+
+def _holds_values(value: object) -> bool:
+    """True for numbers, text and containers."""
+    return isinstance(value, (*_PLAIN, *_CONTAINERS))
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    """True for a module of an installed package. Its forwards may count; what else it calls is not searched."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(pathlib.PurePath(file).parts)
 
 
 def _names(code: types.CodeType) -> set[str]:
