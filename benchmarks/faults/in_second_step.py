@@ -111,6 +111,14 @@ FAULTS = (
         path=_STATE,
     ),
     _fault(
+        "with-whole-packages-searched",
+        '    return not {"site-packages", "dist-packages"}.isdisjoint(pathlib.PurePath(file).parts)\n',
+        "    return False\n",
+        "the search goes through all functions of a package, and gives up",
+        f"{_STATE_TEST}::test_a_model_of_an_installed_package_is_searched_without_the_whole_package",
+        path=_STATE,
+    ),
+    _fault(
         "with-tensors-that-are-left",
         "            and not any(self._begin.storages <= index < self._end.storages for index in new)\n",
         "",

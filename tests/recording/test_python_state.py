@@ -187,3 +187,12 @@ def test_the_state_keeps_no_tensor_alive():
     reference, state = weakref.ref(tensor), state_of([tensor])
     del tensor
     assert reference() is None, state
+
+
+def test_a_model_of_an_installed_package_is_searched_without_the_whole_package():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"], r=2))
+    state = state_of(model)
+    assert state == state_of(model)
+    assert len(state) < 10_000

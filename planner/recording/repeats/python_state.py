@@ -270,7 +270,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[object]:
 
 def _holds_values(value: object) -> bool:
     """True for numbers, text and containers."""
-    return isinstance(value, (*_PLAIN, *_CONTAINERS))
+    return type(value) in _PLAIN or isinstance(value, _CONTAINERS)
 
 
 @functools.cache
