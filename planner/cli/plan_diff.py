@@ -123,6 +123,8 @@ def _texts(plan: Plan) -> dict[str, str]:
         "link": plan.link,
         "cards in a machine": plan.cards_per_node,
         "budget": None if plan.vram_bytes is None else format_size(plan.vram_bytes),
+        "allocator options": plan.alloc_conf,
+        "cudnn.benchmark": "on" if plan.cudnn_benchmark else None,
         "fidelity": plan.fidelity,
         "forced": ", ".join(plan.forced),
         "forbidden": ", ".join(plan.forbidden),

@@ -89,8 +89,7 @@ class Recorder(TorchDispatchMode):
         self.calls = ModuleCalls(self.table, self.enters_model)
         self.data_dependence = DataDependence(self.calls.location, self._line)
         self.updates = Updates(self.table, self.data_dependence)
-        self.step = 0
-        self.micro_batch = 0
+        self.step = self.micro_batch = 0
         self.sequence = -1
         """Number of autograd's nodes when the last op that made or changed a storage had run."""
         self._paused = False
@@ -101,8 +100,8 @@ class Recorder(TorchDispatchMode):
         self._step_starts: list[int] = []
         self._backwards = Backwards()
         self.seen_backward = False
-        self._in_setup = True
-        self._setup_tick = 0
+        self.numbers_asked: set[int | None] = set()  # storages of tensors whose value Python code got
+        self._in_setup, self._setup_tick = True, 0
         self._op_of_sequence: dict[int, int] = {}  # autograd's number of a node -> the forward op that made it
         self._batch_statistics: dict[str, None] = {}
         self.forwards: dict[int, tuple[int, int]] = {}
@@ -134,6 +133,7 @@ class Recorder(TorchDispatchMode):
         if kwargs.get("generator") is not None:
             self.calls.note_obstacle(self.calls.innermost[1], OWN_GENERATOR)
         if asks_number and (value := self._scalar(args[0])) is not None:
+            self.numbers_asked.add(self.table.storage_of(args[0]))
             return value
         tick = self.table.next_tick()
         traits = op_traits(op)

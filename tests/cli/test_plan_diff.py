@@ -35,6 +35,14 @@ def test_equal_plans_are_equal_whatever_time_planning_took(diff):
     assert (code, json.loads(text)) == (0, {"equal": True, "changes": []})
 
 
+@pytest.mark.parametrize("setting", [{"cudnn_benchmark": True}, {"alloc_conf": "expandable_segments:True"}])
+def test_plans_for_other_settings_of_the_process_are_not_equal(setting, diff):
+    first = example(cudnn_benchmark=False, alloc_conf="")
+    code, text = diff(first, dataclasses.replace(first, **setting))
+    assert code and "the plans are equal" not in text
+    assert "cudnn.benchmark" in text or "expandable_segments:True" in text
+
+
 def test_sizes_facts_decisions_and_other_parts_that_differ_are_listed(diff):
     first = example(Checkpoint(modules=("a",)), vram_bytes=5 << 20)
     peak = dataclasses.replace(first.peak, total_bytes=3 << 20, breakdown={"gradients": 1 << 20}, step_ns=3_000_000)

@@ -143,6 +143,38 @@ class KeepsInList(Counts):
         return self.more(y) if len(self.meter["means"]) > 1 else y
 
 
+class CountsInFunction(Counts):
+    """Calls a method that calls a function that counts."""
+
+    def more(self, y: torch.Tensor) -> torch.Tensor:
+        return y.tanh() if count() > 1 else y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.more(self.layer(x))
+
+
+class ReadsCounterOfNorm(Counts):
+    """Does more when the norm has counted a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(24)
+
+    def is_warm(self) -> bool:
+        return self.norm.num_batches_tracked > 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(self.norm(x))
+        return self.more(y) if self.is_warm() else y
+
+
+class AsksCounterOfNorm(ReadsCounterOfNorm):
+    """Asks for the number that the norm has counted."""
+
+    def is_warm(self) -> bool:
+        return self.norm.num_batches_tracked.item() > 1
+
+
 class DrawsOnHost(Counts):
     """Runs a part a random number of times."""
 
@@ -151,6 +183,14 @@ class DrawsOnHost(Counts):
         for _ in range(random.randrange(100)):
             y = self.more(y)
         return y
+
+
+CALLS = [0]
+
+
+def count() -> int:
+    CALLS[0] += 1
+    return CALLS[0]
 
 
 HOOK_CALLS = [0]
@@ -175,6 +215,9 @@ DIFFERENT = {
     "a tensor in host memory": (CountsInTensor, {}),
     "a tensor that is kept": (Remembers, {}),
     "a list": (KeepsInList, {}),
+    "a variable of a function": (CountsInFunction, {}),
+    "the counter of a norm": (ReadsCounterOfNorm, {}),
+    "the counter of a norm, asked for": (AsksCounterOfNorm, {}),
     "a number of the loss": (deep, {"loss_fn": counting_loss}),
     "random numbers of the host": (DrawsOnHost, {}),
 }
@@ -188,6 +231,22 @@ def test_a_step_that_begins_otherwise_computes_its_gradients(name):
     graph = recorded(make(), **options)
     forwards = [[op.name for op in graph.ops if op.step == step and op.phase == "forward"] for step in (0, 1)]
     assert forwards[0] != forwards[1]
+
+
+def loss_without_entry(output: torch.Tensor, batch: dict) -> torch.Tensor:
+    return output.mean() if batch.pop("more", None) is None else output.tanh().mean()
+
+
+class TakesAll(Counts):
+    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.usefixtures("refuse_repeating")
+def test_a_loss_that_takes_an_entry_out_of_the_batch_runs_in_both_steps():
+    batch = {"x": BATCH[0], "more": BATCH[1]}
+    graph = recorded(TakesAll(), loss_fn=loss_without_entry, batch=batch)
+    assert ["aten.tanh.default" in {op.name for op in graph.ops if op.step == step} for step in (0, 1)] == [True, False]
 
 
 @pytest.mark.usefixtures("refuse_repeating")

@@ -10,15 +10,15 @@ events are the same (`tests/recording`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from planner.recording.module_state import attributes_of, host_random_state, plain_state
 from planner.recording.recorder import Recorder
+from planner.recording.repeats.python_state import python_state
 from planner.recording.step_graph import Call, Op
 
 
@@ -91,30 +91,24 @@ class StepWithRepeatedGradients:
 
     def __call__(self, batch: Any) -> None:
         if self._first is None:
-            self._first = _Gradients(self._recorder, self._state())
+            self._first = _Gradients(self._recorder, self._state(batch))
             loss = self._step.compute_gradients(batch)
             self._first.end(loss, self._model)
-        elif not self._has_hooks and self._first.can_be_repeated(self._state()):
+        elif not self._has_hooks and self._first.can_be_repeated(self._state(batch)):
             loss = self._first.repeat()
         else:
             loss = self._step.compute_gradients(batch)
         self._step.update()
         del loss  # here, as the user's loop frees it after the update
 
-    def _state(self) -> list[object]:
-        """Returns what the forwards may read, except floating-point tensors, as values that can be compared."""
-        modules = [*self._model.modules()]
-        if isinstance(self._loss_fn, torch.nn.Module):
-            modules += self._loss_fn.modules()
-        known = self._recorder.data_dependence.known.value
-        values = [
-            None if (value := known(buffer)) is None else value.tolist()
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not (name == "num_batches_tracked" and _ignores_counter(module))
-        ]
-        function = plain_state(torch.nn.Identity(), self._loss_fn)
-        return [*map(attributes_of, modules), values, function, host_random_state()]
+    def _state(self, batch: Any) -> list[object]:
+        """Returns all but the values of tensors that the forwards may read, so that it can be compared."""
+        return python_state((self._model, self._loss_fn, batch), self._value_of_buffer)
+
+    def _value_of_buffer(self, name: str, module: torch.nn.Module, buffer: torch.Tensor) -> object:
+        """Returns the values of a buffer if the rehearsal knows them, and they are no counter of a norm."""
+        value = self._recorder.data_dependence.known.value(buffer)
+        return None if value is None or _is_counter(name, module) else value.tolist()
 
 
 class _Gradients:
@@ -138,8 +132,10 @@ class _Gradients:
         born = {index: birth for index, birth in self._alive() if index >= self._begin.storages}
         gradients = [(each, each.grad) for each in model.parameters() if each.grad is not None]
         tensors: list[tuple[torch.nn.Parameter | None, torch.Tensor]] = [(None, loss), *gradients]
+        reads_counter = _reads_counter(self._recorder, model, self._recorder.ops[self._begin.ops :])
         made = [_made(*pair, self._recorder.table.storage_of(pair[1]), born) for pair in tensors]
-        if None not in made and sorted(each.storage for each in made if each is not None) == sorted(born):
+        storages = sorted(each.storage for each in made if each is not None)
+        if not reads_counter and None not in made and storages == sorted(born):
             self._made = [each for each in made if each is not None]
 
     def can_be_repeated(self, state: object) -> bool:
@@ -245,9 +241,22 @@ def _has_hooks_in_backward(model: torch.nn.Module) -> bool:
     )
 
 
-def _ignores_counter(module: torch.nn.Module) -> bool:
-    """True if the module is a norm that counts its batches and does not use their number."""
-    return isinstance(module, _NormBase) and module.momentum is not None
+def _is_counter(name: str, module: torch.nn.Module) -> bool:
+    """True if the buffer is the number of batches of a norm that counts them and does not use their number itself."""
+    return name == "num_batches_tracked" and isinstance(module, _NormBase) and module.momentum is not None
+
+
+def _reads_counter(recorder: Recorder, model: torch.nn.Module, ops: Sequence[Op]) -> bool:
+    """True if one of the ops, or the model's Python code, read the number of batches of a norm."""
+    counters = {
+        recorder.table.storage_of(buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and _is_counter(name, module)
+    }
+    return not counters.isdisjoint(recorder.numbers_asked) or any(
+        not counters.isdisjoint(op.inputs) for op in ops if op.name != "aten.add_.Tensor"
+    )
 
 
 def _plus(index: int | None, more: int) -> int | None:
