@@ -75,7 +75,7 @@ FAULTS = (
     ),
     _state_fault(
         "without-global-variables",
-        "        yield from _named(function.__globals__, _names(function.__code__), set())\n",
+        "        yield from filter(_holds_values, named) if _is_installed(module) else named\n",
         "        pass\n",
         "a forward that counts in a global variable of a function is taken for one that does not",
         "a variable of a function that a method calls",
