@@ -5,6 +5,7 @@ Written for this benchmark after the papers and the settings of MMSegmentation 0
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from benchmarks.published.convolutional.resnets import ResNet, normalized
 IGNORED = 255
 
 
-class Head(nn.Module):
+class Head(nn.Module, abc.ABC):
     """Features of an image -> scores of the classes, from features of one stage and a last 1 x 1 convolution.
 
     Args:
@@ -30,8 +31,9 @@ class Head(nn.Module):
         self.stage, self.dropout = stage, nn.Dropout2d(0.1)
         self.scores = nn.Conv2d(channels, classes, 1)
 
+    @abc.abstractmethod
     def features(self, stages: Sequence[torch.Tensor]) -> torch.Tensor:
-        raise NotImplementedError
+        """Returns what the last convolution reads."""
 
     def forward(self, stages: Sequence[torch.Tensor]) -> torch.Tensor:
         return self.scores(self.dropout(self.features(stages)))
