@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph, Storage
 from planner.workspaces import convolutions
 from planner.workspaces.cudnn import sources
+from planner.workspaces.cudnn.dispatch import is_convolution
 from planner.workspaces.cudnn.notes import notes
 from planner.workspaces.gemm import GEMM_OPS
 from planner.workspaces.registry import Block, Trials, blocks_of
@@ -26,12 +27,14 @@ def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -
         return graph
     births = _births(graph)
     born = [ticks[-1] for ticks in births]
+    scratch = list(_scratch(graph, births, card, torch_version))
     added = [
         *_cublas_workspaces(graph, born, card.cublas_workspace_bytes(torch_version)),
         *_cublaslt_workspaces(graph, born, torch_version),
-        *_scratch(graph, births, card, torch_version),
+        *scratch,
     ]
-    return dataclasses.replace(graph, storages=[*graph.storages, *added])
+    ops = _with_scratch_bytes(graph.ops, scratch)
+    return dataclasses.replace(graph, ops=ops, storages=[*graph.storages, *added])
 
 
 def convolution_notes(graph: StepGraph, card: DeviceProfile, torch_version: str) -> tuple[str, ...]:
@@ -91,6 +94,22 @@ def _scratch(graph: StepGraph, births: list[list[int]], card: DeviceProfile, tor
                     op=index,
                     trials=_in_thread(block.trials, op.phase),
                 )
+
+
+def _with_scratch_bytes(ops: Sequence[Op], scratch: Iterable[Storage]) -> list[Op]:
+    """Returns the ops with the scratch memory of each convolution, by which its time is estimated.
+
+    If PyTorch searches for the fastest algorithm, its workspace is not known, and the one without a search is taken.
+    """
+    sizes: dict[int, int] = {}
+    for storage in scratch:
+        if storage.op is not None and is_convolution(ops[storage.op].name):
+            search = None if storage.trials is None else storage.trials.search
+            size = storage.size_bytes if search is None else search.heuristic_bytes[0]
+            sizes[storage.op] = sizes.get(storage.op, 0) + size
+    return [
+        dataclasses.replace(op, scratch_bytes=sizes[number]) if number in sizes else op for number, op in enumerate(ops)
+    ]
 
 
 def _in_thread(trials: Trials | None, phase: Phase) -> Trials | None:

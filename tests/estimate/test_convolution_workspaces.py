@@ -85,6 +85,26 @@ def test_copies_for_another_memory_format_live_as_long_as_pytorch_keeps_them():
     assert {(of_weight, 1), (of_gradient, 3)} <= lives
 
 
+def test_the_time_of_a_convolution_counts_its_copies_and_workspaces(monkeypatch):
+    monkeypatch.setattr(
+        convolutions,
+        "workspaces",
+        lambda wanted, *_: {each: Answer((SIZES[each.kind.operation],), Source.TABLE, None, True) for each in wanted},
+    )
+
+    def program(device: torch.device) -> None:
+        weight = torch.rand(7, 5, 3, 3, device=device, requires_grad=True)
+        images = torch.rand(2, 5, 11, 11, device=device).to(memory_format=torch.channels_last)
+        nn.functional.conv2d(images, weight).backward(torch.rand(2, 7, 9, 9, device=device))
+
+    graph = with_workspaces(recorded(program), CARD, "2.13.0")
+    of_weight, of_gradient = 4 * 7 * 5 * 9, 4 * 2 * 7 * 9 * 9
+    assert {op.name: op.scratch_bytes for op in graph.ops if op.scratch_bytes} == {
+        FORWARD_OP: of_weight + SIZES["forward"],
+        BACKWARD_OP: of_gradient + SIZES["grad_weight"],
+    }
+
+
 def test_the_notes_of_a_plan_name_the_source_of_its_workspaces():
     model, batch, loss_fn = convnet.build(batch_size=32)
     plan = planner.plan(model, batch, loss_fn=loss_fn, vram=None, gpu="a100-40gb")

@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 
 from planner import profiles
-from planner.estimate.roofline import CONVOLUTION_PASSES, HostCopies, op_ns, op_times_ns, repetitions, step_flops
+from planner.estimate.roofline import (
+    CONVOLUTION_PASSES,
+    SCRATCH_PASSES,
+    HostCopies,
+    op_ns,
+    op_times_ns,
+    repetitions,
+    step_flops,
+)
 from planner.recording.step_graph import Op, Phase, StepGraph
 
 pytestmark = pytest.mark.no_torch
@@ -45,6 +53,7 @@ def graph_of(ops: list[Op], sizes: tuple[int, ...], steps: int = 1) -> StepGraph
         (op("aten.add.Tensor", moved_bytes=10**6, dtype="int64"), 10_007),
         (op("aten.convolution.default", flops=10**6, moved_bytes=10**3), 1_007 + CONVOLUTION_PASSES * 10),
         (op("aten.convolution_backward.default", moved_bytes=10**3), 7 + CONVOLUTION_PASSES * 10),
+        (op("aten.convolution.default", flops=10**6, scratch_bytes=10**4), 1_007 + SCRATCH_PASSES * 100),
         (op("aten.copy_.default", moved_bytes=10**4, host_bytes=10**4), 1_007),
         (op("aten.view.default", moved_bytes=10**6, is_view=True), 0),
     ],
