@@ -5,9 +5,9 @@
 
 Each step is rehearsed and timed by `planner.estimate.roofline` with the card's datasheet. Its row is added to the file,
 and a later call goes on from there. The tables then show the errors of the predictions after one common factor per
-table (only ratios of times choose a plan): as the planner predicts them; with the datasheet alone; with the one factor
-that is not from a datasheet, for the bytes of convolutions, fitted on the other tables; and with all kinds of ops
-fitted on four fifths of the table's models, for the other fifth.
+table (only ratios of times choose a plan): as the planner predicts them; the same without the scratch memory of
+convolutions; with the datasheet alone; with the one factor that is not from a datasheet, for the bytes of convolutions,
+fitted on the other tables; and with all kinds of ops fitted on four fifths of the table's models, for the other fifth.
 """
 
 from __future__ import annotations
@@ -27,13 +27,22 @@ from benchmarks.card import results
 from benchmarks.published.timm_steps import ops_of, published, without_torchvision
 from planner.assemble import versions
 from planner.errors import PlannerError
-from planner.estimate.roofline import op_ns
+from planner.estimate.roofline import CONVOLUTION_PASSES, op_ns
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op
 
 FOLDS = 5
-KINDS = ("convolution FLOPs", "convolution bytes", "product", "batch norm bytes", "other bytes", "launches")
-PASSES = KINDS.index("convolution bytes")
+KINDS = (
+    "convolution FLOPs",
+    "convolution bytes",
+    "convolution scratch memory, twice",
+    "product",
+    "batch norm bytes",
+    "other bytes",
+    "launches",
+)
+PASSES, SCRATCH = 1, 2
+"""Positions of the bytes of convolutions and of their scratch memory in `KINDS`."""
 
 
 def rehearse(path: pathlib.Path, rows: pathlib.Path, *, every: int, deadline: float, console: Console) -> None:
@@ -63,14 +72,15 @@ def terms_of(ops: Sequence[Op], card: DeviceProfile) -> list[float]:
             continue
         by_flops = op.flops / card.flops_per_s.get(op.dtype, card.flops_per_s["fp32"])
         by_bytes = op.moved_bytes / card.memory_bandwidth_bytes_per_s
-        seconds[5] += card.launch_ns / 1e9
+        seconds[6] += card.launch_ns / 1e9
         if "convolution" in op.name:
             seconds[0] += by_flops
-            seconds[1] += by_bytes
+            seconds[PASSES] += by_bytes
+            seconds[SCRATCH] += 2 * op.scratch_bytes / card.memory_bandwidth_bytes_per_s
         elif op.flops:
-            seconds[2] += max(by_flops, by_bytes)
+            seconds[3] += max(by_flops, by_bytes)
         else:
-            seconds[3 if "batch_norm" in op.name else 4] += by_bytes
+            seconds[4 if "batch_norm" in op.name else 5] += by_bytes
     return seconds
 
 
@@ -92,10 +102,15 @@ def predicted_by_folds(shares: np.ndarray) -> np.ndarray:
     return found
 
 
-def with_passes(shares: np.ndarray, passes: float) -> np.ndarray:
-    """Returns predicted over published time, if convolutions move `passes` times their bytes."""
+def with_passes(shares: np.ndarray, passes: float, scratch: float = 1.0) -> np.ndarray:
+    """Returns predicted over published time.
+
+    Args:
+        passes: how often convolutions move their bytes.
+        scratch: how often convolutions write and read their scratch memory.
+    """
     factors = np.ones(len(KINDS))
-    factors[PASSES] = passes
+    factors[PASSES], factors[SCRATCH] = passes, scratch
     return shares @ factors
 
 
@@ -112,9 +127,9 @@ def errors(ratios: np.ndarray) -> np.ndarray:
 
 
 def summary(ratios: np.ndarray) -> str:
-    """Formats the median and the 90 % quantile of the errors."""
+    """Formats the median, the 90 % quantile and the maximum of the errors."""
     off = errors(ratios)
-    return f"{np.median(off):.1%}, {np.quantile(off, 0.9):.0%}"
+    return f"{np.median(off):.1%}, {np.quantile(off, 0.9):.0%}, {off.max():.0%}"
 
 
 def tables(rows: Sequence[results.Row]) -> list[Table]:
@@ -125,17 +140,17 @@ def tables(rows: Sequence[results.Row]) -> list[Table]:
         shares[name] = np.array([np.array(row["terms"]) / row["seconds"] for row in of_table])
         planned[name] = np.array([row["predicted"] / row["seconds"] for row in of_table])
     accuracy = Table(
-        "table", "models", "as planned", "datasheet alone", "passes of the other tables", "all kinds, five folds",
-        title="errors of step times: median, 90 % quantile",
+        "table", "models", "as planned", "without scratch memory", "datasheet alone", "passes of the other tables",
+        "all kinds, five folds", title="errors of step times: median, 90 % quantile, maximum",
     )  # fmt: skip
     factors = Table("fit of", *KINDS, title="fitted times over those of the datasheet")
     for name, each in shares.items():
         passes = fitted_passes([other for other in shares.values() if other is not each] or [each])
         of_others = f"{summary(with_passes(each, passes))} ({passes:.1f})"
         by_folds = summary(predicted_by_folds(each))
-        accuracy.add_row(
-            name, str(len(each)), summary(planned[name]), summary(with_passes(each, 1.0)), of_others, by_folds
-        )
+        without = summary(with_passes(each, CONVOLUTION_PASSES, scratch=0.0))
+        datasheet = summary(with_passes(each, 1.0))
+        accuracy.add_row(name, str(len(each)), summary(planned[name]), without, datasheet, of_others, by_folds)
         factors.add_row(name, *(f"{factor:.2f}" for factor in fitted(each)))
     return [accuracy, factors]
 

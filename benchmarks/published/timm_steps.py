@@ -2,7 +2,9 @@
 
 The tables are timm's (github.com/huggingface/pytorch-image-models, results/, Apache 2.0), made by its `benchmark.py`
 with autocast to fp16 and batches of random images. A training step is forward, backward and SGD with momentum; an
-inference step is a forward. The name of a table has the card and the memory layout of images.
+inference step is a forward. The name of a table has the release of PyTorch, the card and the memory layout of images.
+The script sets `torch.backends.cudnn.benchmark`, so that the fastest algorithms ran. Which ones is not known, and the
+scratch memory is that of those which run without this setting.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from planner import profiles
+from planner.estimate.add_workspaces import with_workspaces
 from planner.plan_types.decisions import Precision
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op, Phase
@@ -50,6 +53,7 @@ class Published:
     trains: bool
     channels_last: bool
     card: DeviceProfile
+    torch_version: str
     lines: tuple[Timed, ...]
 
 
@@ -58,7 +62,7 @@ def published(path: pathlib.Path) -> Published:
     import timm
 
     name = path.stem.removeprefix("benchmark-")
-    mode, _, layout, *_, card = name.split("-")
+    mode, _, layout, release, *_, card = name.split("-")
     with path.open() as file:
         lines = tuple(
             Timed(
@@ -71,12 +75,23 @@ def published(path: pathlib.Path) -> Published:
             if timm.is_model(line["model"])
         )
     return Published(
-        name=name, trains=mode == "train", channels_last=layout == "nhwc", card=profiles.load(CARDS[card]), lines=lines
+        name=name,
+        trains=mode == "train",
+        channels_last=layout == "nhwc",
+        card=profiles.load(CARDS[card]),
+        torch_version=torch_version_of(release),
+        lines=lines,
     )
 
 
+def torch_version_of(release: str) -> str:
+    """Returns the version of PyTorch in the name of a table: '1.12' for 'pt112', and '2.4.0' for 'pt240'."""
+    major, rest = release[2], release[3:]
+    return f"{major}.{rest}" if major == "1" else f"{major}.{'.'.join(rest)}"
+
+
 def ops_of(line: Timed, table: Published) -> list[Op]:
-    """Returns the ops of the step that was timed.
+    """Returns the ops of the step that was timed, with the scratch memory of convolutions.
 
     Raises:
         PlannerError: the model cannot be rehearsed.
@@ -93,6 +108,7 @@ def ops_of(line: Timed, table: Published) -> list[Op]:
     work = workload(model, (images, labels), loss_fn=_loss, optimizer=optimizer)
     decisions, sizes = (Precision(dtype="fp16"),), (line.samples,)
     graph = start_rehearsal(work, decisions, table.card, sizes=sizes, steps=STEPS, primed=False, what_if=False).result()
+    graph = with_workspaces(graph, table.card, table.torch_version)
     phases = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER) if table.trains else (Phase.FORWARD,)
     return [op for op in graph.ops if op.step == STEPS - 1 and op.phase in phases]
 

@@ -4,8 +4,9 @@
 
 (Williams, Waterman, Patterson: Roofline: an insightful visual performance model for multicore architectures, CACM
 52(4), 2009.) A view takes no time. For a convolution, the sum of the time of its FLOPs, a multiple of the time of its
-bytes (`CONVOLUTION_PASSES`) and that of its scratch memory (`SCRATCH_PASSES`) takes the place of their maximum. Small micro-batches cost more per sample, because the
-time of the launch and of reading the weights does not depend on their size.
+bytes (`CONVOLUTION_PASSES`) and that of its scratch memory (`SCRATCH_PASSES`) takes the place of their maximum. Small
+micro-batches cost more per sample, because the time of the launch and of reading the weights does not depend on their
+size.
 
 Where it stops being exact: overlap of kernels, caches and tile quantization are not modeled, and rates are those of
 the datasheet unless the card was calibrated.
@@ -26,7 +27,7 @@ Source: published step times of image models on three cards (docs/measured.md, "
 are smallest at 1.7 over all five tables, and at 2.5 over the two tables of training.
 """
 SCRATCH_PASSES = 2.0
-"""Scratch memory of a convolution, which is mostly copies of its tensors in another layout, is written and read once."""
+"""Scratch memory of a convolution, mostly copies of its tensors in another layout, is written once and read once."""
 
 
 def op_ns(op: Op, card: DeviceProfile) -> int:
