@@ -10,6 +10,17 @@ _RECURRENT = "tests/workspaces/test_cudnn_recurrent.py"
 
 FAULTS = (
     Fault(
+        name="workspaces-copies-between-layers-in-channels-last",
+        path="planner/virtual_gpu/kernels.py",
+        old="            if (suggested := suggest_memory_format(tensor)) is not torch.contiguous_format:\n",
+        new="            if (suggested := suggest_memory_format(tensor)) is torch.contiguous_format:\n",
+        tests=(
+            "tests/estimate/test_convolution_workspaces.py"
+            "::test_layers_in_channels_last_hand_on_their_format_and_copy_nothing",
+        ),
+        why="a network in channels_last is promised copies between its layers that PyTorch does not make",
+    ),
+    Fault(
         name="workspaces-in-the-time-of-convolutions",
         path="planner/estimate/add_workspaces.py",
         old="            sizes[storage.op] = sizes.get(storage.op, 0) + size\n",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.values.data_dependence import DataDependence
@@ -23,6 +24,8 @@ KERNELS: dict[torch._ops.OpOverload, Callable[..., Made]] = {}
 
 _aten = torch.ops.aten
 
+_CONVOLVED_BY_CUDNN = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes that cuDNN convolves in any memory format. Convolutions in fp64 are contiguous."""
 ASSUMED_LENGTHS = "all inputs and targets of ctc_loss have full length"
 
 
@@ -67,6 +70,44 @@ def _reduced_in_full_storage(
     out = op(input, *args, **kwargs)
     full = out if out.dim() else torch.empty_like(input)
     return full.as_strided(out.shape, out.stride(), 0), []
+
+
+@cuda_kernel(_aten.convolution.default)
+def _convolution(
+    dependence: DataDependence, op: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+) -> Made:
+    """Allocates the result of a convolution (Convolution.cpp). That of the fake kernel is always contiguous."""
+    out = op(input, weight, *args, **kwargs)
+    return _in_memory_format(out, _format_of_convolution(input, weight)), []
+
+
+@cuda_kernel(_aten.convolution_backward.default)
+def _convolution_backward(
+    dependence: DataDependence, op: Any, grad: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+) -> Made:
+    """Allocates the gradients of a convolution. Those of image and weight have the format of the convolution."""
+    *grads, of_bias = op(grad, input, weight, *args, **kwargs)
+    memory_format = _format_of_convolution(input, weight)
+    return (*(_in_memory_format(each, memory_format) for each in grads), of_bias), []
+
+
+def _format_of_convolution(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """Returns the memory format in which a convolution runs on CUDA (`cudnn_conv_suggest_memory_format`, ConvUtils.h).
+
+    The fake kernels choose the format of a convolution on the CPU.
+    """
+    runs_in_cudnn = input.device.type != "cpu" and torch.backends.cudnn.enabled and input.dtype in _CONVOLVED_BY_CUDNN
+    if runs_in_cudnn:
+        for tensor in (input, weight):
+            if (suggested := suggest_memory_format(tensor)) is not torch.contiguous_format:
+                return suggested
+    return torch.preserve_format
+
+
+def _in_memory_format(tensor: torch.Tensor | None, memory_format: torch.memory_format) -> torch.Tensor | None:
+    if tensor is None or memory_format is torch.preserve_format:
+        return tensor
+    return torch.empty_like(tensor, memory_format=memory_format)
 
 
 @cuda_kernel(_aten.native_layer_norm_backward.default)

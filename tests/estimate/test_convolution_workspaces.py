@@ -25,7 +25,7 @@ from planner.recording.rehearsal import rehearse_program
 from planner.rewrite.rehearse import certifying_graph
 from planner.virtual_gpu.backend import Target
 from planner.workspaces import convolutions
-from planner.workspaces.cudnn.dispatch import BACKWARD_OP, FORWARD_OP
+from planner.workspaces.cudnn.dispatch import BACKWARD_OP, FORWARD_OP, placed_of
 from planner.workspaces.cudnn.sources import Answer, Source
 from tests.support.workloads import workload
 
@@ -83,6 +83,29 @@ def test_copies_for_another_memory_format_live_as_long_as_pytorch_keeps_them():
     lives = {(each.size_bytes, each.lives[0][1] - each.lives[0][0]) for each in added}
     of_weight, of_gradient = 4 * 7 * 5 * 9, 4 * 2 * 7 * 9 * 9
     assert {(of_weight, 1), (of_gradient, 3)} <= lives
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 11, 11), (2, 5, 6, 7, 8)])
+def test_layers_in_channels_last_hand_on_their_format_and_copy_nothing(shape):
+    """As with cuDNN: one tensor in channels_last is enough, and result and gradients have its format."""
+    memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    convolve = nn.functional.conv2d if len(shape) == 4 else nn.functional.conv3d
+
+    def program(device: torch.device) -> None:
+        kernel = (3,) * (len(shape) - 2)
+        first, second = (
+            torch.rand(7, channels, *kernel, device=device).to(memory_format=memory_format).requires_grad_()
+            for channels in (5, 7)
+        )
+        images = torch.rand(shape, device=device).to(memory_format=memory_format)
+        output = convolve(torch.relu(convolve(images, first)), second)
+        output.backward(torch.rand(output.shape, device=device).to(memory_format=memory_format))
+        assert output.is_contiguous(memory_format=memory_format)
+        assert first.grad.is_contiguous(memory_format=memory_format)
+
+    calls = [op.kernel for op in recorded(program).ops if op.name in (FORWARD_OP, BACKWARD_OP)]
+    assert len(calls) == 4
+    assert not [each for call in calls for each in placed_of(call) if isinstance(each.taken, int)]
 
 
 def test_the_time_of_a_convolution_counts_its_copies_and_workspaces(monkeypatch):
