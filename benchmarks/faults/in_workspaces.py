@@ -10,6 +10,14 @@ _RECURRENT = "tests/workspaces/test_cudnn_recurrent.py"
 
 FAULTS = (
     Fault(
+        name="workspaces-depthwise-on-tensor-cores",
+        path="planner/estimate/roofline.py",
+        old='"fp32" if is_depthwise or op.dtype',
+        new='"fp32" if op.dtype',
+        tests=("tests/estimate/test_roofline.py::test_depthwise_kernels_run_without_tensor_cores",),
+        why="PyTorch's kernels for depthwise convolutions are predicted to run at the rate of tensor cores",
+    ),
+    Fault(
         name="workspaces-copies-between-layers-in-channels-last",
         path="planner/virtual_gpu/kernels.py",
         old="            if (suggested := suggest_memory_format(tensor)) is not torch.contiguous_format:\n",

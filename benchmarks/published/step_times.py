@@ -27,7 +27,7 @@ from benchmarks.card import results
 from benchmarks.published.timm_steps import ops_of, published, without_torchvision
 from planner.assemble import versions
 from planner.errors import PlannerError
-from planner.estimate.roofline import CONVOLUTION_PASSES, op_ns
+from planner.estimate.roofline import CONVOLUTION_PASSES, flops_rate, op_ns
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op
 
@@ -70,7 +70,7 @@ def terms_of(ops: Sequence[Op], card: DeviceProfile) -> list[float]:
     for op in ops:
         if op.is_view:
             continue
-        by_flops = op.flops / card.flops_per_s.get(op.dtype, card.flops_per_s["fp32"])
+        by_flops = op.flops / flops_rate(op, card)
         by_bytes = op.moved_bytes / card.memory_bandwidth_bytes_per_s
         seconds[6] += card.launch_ns / 1e9
         if "convolution" in op.name:

@@ -19,6 +19,7 @@ import dataclasses
 from planner.estimate.lanes import exposed_ns
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
+from planner.workspaces.cudnn.dispatch import Kernels, is_convolution, kernels_of
 
 CONVOLUTION_PASSES = 2.0
 """A convolution takes the time of its FLOPs, plus this number times the time to move its images and weights once.
@@ -34,7 +35,7 @@ def op_ns(op: Op, card: DeviceProfile) -> int:
     """Returns the time that one op takes when it runs once, in nanoseconds."""
     if op.is_view or op.collective is not None:  # `lanes` has the time of collectives
         return 0
-    by_flops_s = op.flops / card.flops_per_s.get(op.dtype, card.flops_per_s["fp32"])
+    by_flops_s = op.flops / flops_rate(op, card)
     by_bytes_s = op.moved_bytes / card.memory_bandwidth_bytes_per_s
     if "convolution" in op.name:
         by_scratch_s = op.scratch_bytes / card.memory_bandwidth_bytes_per_s
@@ -42,6 +43,12 @@ def op_ns(op: Op, card: DeviceProfile) -> int:
     else:
         on_card_s = max(by_flops_s, by_bytes_s)
     return round(max(on_card_s, op.host_bytes / card.host_link_bytes_per_s) * 1e9) + card.launch_ns
+
+
+def flops_rate(op: Op, card: DeviceProfile) -> int:
+    """Returns the rate for the dtype of an op. PyTorch's own depthwise kernels do not run on tensor cores."""
+    is_depthwise = op.kernel is not None and is_convolution(op.name) and kernels_of(op.kernel) is Kernels.DEPTHWISE
+    return card.flops_per_s["fp32" if is_depthwise or op.dtype not in card.flops_per_s else op.dtype]
 
 
 def transfer_ns(moved_bytes: int, card: DeviceProfile) -> int:

@@ -17,6 +17,7 @@ from planner.estimate.roofline import (
     step_flops,
 )
 from planner.recording.step_graph import Op, Phase, StepGraph
+from planner.workspaces.registry import KernelCall, Layout
 
 pytestmark = pytest.mark.no_torch
 
@@ -59,6 +60,17 @@ def graph_of(ops: list[Op], sizes: tuple[int, ...], steps: int = 1) -> StepGraph
     ],
 )
 def test_time_of_an_op(made, nanoseconds):
+    assert op_ns(made, CARD) == nanoseconds
+
+
+@pytest.mark.parametrize(("groups", "nanoseconds"), [(1, 507), (8, 1_007)])
+def test_depthwise_kernels_run_without_tensor_cores(groups, nanoseconds):
+    """A convolution in bf16. With a group for each channel, it runs on PyTorch's own kernels."""
+    image = Layout((2, 8, 9, 9), (648, 81, 9, 1), 2, "bfloat16")
+    weight = Layout((8, 8 // groups, 3, 3), (72 // groups, 9, 3, 1), 2, "bfloat16")
+    options = {name: (1, 1) for name in ("stride", "padding", "dilation")} | {"output_padding": (0, 0)}
+    arguments = {"input": image, "weight": weight, **options, "groups": groups, "transposed": False}
+    made = op("aten.convolution.default", flops=10**6, dtype="bf16", kernel=KernelCall(arguments, (image,)))
     assert op_ns(made, CARD) == nanoseconds
 
 
