@@ -24,8 +24,8 @@ from planner.workspaces.cudnn.dispatch import Kernels, is_convolution, kernels_o
 CONVOLUTION_PASSES = 2.0
 """A convolution takes the time of its FLOPs, plus this number times the time to move its images and weights once.
 
-Source: published step times of image models on three cards (docs/measured.md, "Against published step times"): errors
-are smallest at 1.7 over all five tables, and at 2.5 over the two tables of training.
+Source: published step times of image models (docs/measured.md, "Against published step times"). Errors are smallest at
+1.9 on each of the two tables of training.
 """
 SCRATCH_PASSES = 2.0
 """Scratch memory of a convolution, mostly copies of its tensors in another layout, is written once and read once."""
