@@ -196,4 +196,15 @@ FAULTS = (
         tests=(f"{_RECURRENT}::test_a_step_takes_the_workspace_in_forward_and_backward",),
         why="the workspaces of recurrent nets, as large as their reserve, are not counted",
     ),
+    Fault(
+        name="workspaces-batch-without-its-format",
+        path="planner/recording/virtual_batch.py",
+        old="        order = _order_in_memory(leaf)\n",
+        new="        order = range(leaf.dim())\n",
+        tests=(
+            "tests/recording/test_virtual_batch.py::test_the_strides_are_those_of_a_copy_on_another_device[channels_last]",
+            "tests/recording/test_virtual_batch.py::test_a_step_with_a_batch_in_channels_last_is_rehearsed_as_it_runs",
+        ),
+        why="a batch in channels_last is recorded as a contiguous one, with other copies and workspaces",
+    ),
 )

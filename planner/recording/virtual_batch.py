@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from planner.virtual_gpu.sparse_tensors import virtual_sparse
@@ -27,7 +28,7 @@ def virtual_batch(
     """Returns a batch of the same structure with fake tensors on a device. Call it while a `FakeTensorMode` is active.
 
     Dimension 0 of a tensor becomes `wanted_size` if it is `batch_size`; other sizes stay the same, and so do sparse
-    tensors and those whose paths `not_by_sample` names.
+    tensors and those whose paths `not_by_sample` names. The memory format, for example channels_last, is kept.
     """
     unchanged = {id(tensor) for path, tensor in tensors_of(batch) if path in not_by_sample}
 
@@ -37,9 +38,26 @@ def virtual_batch(
         shape = list(leaf.shape)
         if shape and shape[0] == batch_size and id(leaf) not in unchanged:
             shape[0] = wanted_size
-        return torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+        order = _order_in_memory(leaf)
+        return torch.empty_permuted(shape, order, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
     return map_batch(fake, batch)
+
+
+def _order_in_memory(tensor: torch.Tensor) -> list[int]:
+    """Returns the dimensions of a tensor's copy on the card in the order of memory: the largest stride comes first.
+
+    `Tensor.to(device)` keeps the strides of a tensor whose elements fill their memory; other copies are contiguous or
+    channels_last.
+    """
+    with unset_fake_temporarily():
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), device="meta").to("meta", copy=True)
+        is_contiguous = copy.is_contiguous() and suggest_memory_format(copy) == torch.contiguous_format
+    dimensions = list(range(copy.dim()))
+    if is_contiguous:
+        return dimensions
+    # A dimension of size 1 has the stride of the one before it in memory, or of the last one.
+    return sorted(dimensions, key=lambda dim: (copy.stride(dim), copy.shape[dim] > 1), reverse=True)
 
 
 def learn_values(known: ShadowValues, batch: Any, given: Any, *, worst_case: bool) -> None:
