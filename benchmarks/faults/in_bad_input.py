@@ -8,6 +8,11 @@ _SURROUNDINGS = "planner/spawned/surroundings.py"
 _TEST_AROUND = "tests/virtual_gpu/test_debugging_around_the_call.py"
 _TEST_SAME = f"{_TEST_AROUND}::test_the_plan_is_the_same_as_without_and_the_contexts_are_as_before"
 
+_COMPILES_LATER = (
+    "tests/workload/test_unsupported.py"
+    "::test_a_library_that_compiles_functions_when_imported_compiles_them_when_they_are_called"
+)
+
 FAULTS = (
     # ---- around the call
     Fault(
@@ -264,5 +269,29 @@ FAULTS = (
         new="        if isinstance(present[name], int) and not isinstance(value, int):",
         tests=("tests/rewrite/test_damaged_state.py::test_a_factor_of_a_scaler_may_be_a_whole_number",),
         why="a step with growth_factor=2 cannot load a state with growth_factor=2.0",
+    ),
+    Fault(
+        name="libraries-compile-when-imported",
+        path="planner/workload/unsupported.py",
+        old="    torch.compile = compile_later\n",
+        new="",
+        tests=(_COMPILES_LATER,),
+        why="planning with bitsandbytes imports the compiler, which takes longer than a rehearsal",
+    ),
+    Fault(
+        name="libraries-leave-another-torch-compile",
+        path="planner/workload/unsupported.py",
+        old="        torch.compile = compile_now\n",
+        new="        pass\n",
+        tests=(_COMPILES_LATER,),
+        why="functions that the user compiles after planning are not compiled by torch.compile itself",
+    ),
+    Fault(
+        name="libraries-lose-options-of-torch-compile",
+        path="planner/workload/unsupported.py",
+        old="            return functools.partial(compile_later, **options)\n",
+        new="            return compile_later\n",
+        tests=(_COMPILES_LATER,),
+        why="a library's functions are compiled without the options that it gives to torch.compile",
     ),
 )

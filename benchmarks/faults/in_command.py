@@ -5,8 +5,25 @@ from __future__ import annotations
 from benchmarks.faults.fault import Fault
 
 _CONFIGS = ("tests/cli/test_programs.py::test_the_config_has_what_was_planned",)
+_OTHER_SETTINGS = "tests/cli/test_plan_diff.py::test_plans_for_other_settings_of_the_process_are_not_equal"
 
 FAULTS = (
+    Fault(
+        name="diff-without-the-search-of-cudnn",
+        path="planner/cli/plan_diff.py",
+        old='        "cudnn.benchmark": "on" if plan.cudnn_benchmark else None,\n',
+        new="",
+        tests=(f"{_OTHER_SETTINGS}[cudnn_benchmark]",),
+        why="`plan diff` calls plans with and without cudnn.benchmark equal",
+    ),
+    Fault(
+        name="diff-without-options-of-the-allocator",
+        path="planner/cli/plan_diff.py",
+        old='        "allocator options": plan.alloc_conf,\n',
+        new="",
+        tests=(f"{_OTHER_SETTINGS}[alloc_conf]",),
+        why="`plan diff` calls plans for other options of the allocator equal",
+    ),
     Fault(
         name="axolotl-keeps-reentrant-checkpointing",
         path="rewrite/trainer/program_config.py",

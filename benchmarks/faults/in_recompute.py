@@ -84,6 +84,14 @@ FAULTS = (
         why="kept results are assigned to the wrong products, because only some products are counted",
     ),
     Fault(
+        name="checkpoint-keeps-no-products-of-experts",
+        path="planner/recompute/kept_products.py",
+        old='    "_grouped_mm": None,\n',
+        new="",
+        tests=("tests/rewrite/rules/test_kept_products.py::test_products_of_experts_are_kept_and_not_computed_again",),
+        why="a mixture of experts computes all products of its experts again, although there is memory to keep them",
+    ),
+    Fault(
         name="checkpoint-loses-autocast",
         path="rewrite/rules/checkpoint.py",
         old="        for context in (self.statistics(self.module), *self.modes):",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from benchmarks.faults.fault import Fault
 
+_REPAIR = "tests/search/test_repair.py"
+
 FAULTS = (
     Fault(
         name="certificates-of-steps-that-cannot-fit",
@@ -231,6 +233,31 @@ FAULTS = (
             "::test_a_budget_above_the_named_card_is_planned_for_the_card_and_a_note_says_so",
         ),
         why="a plan is said to fit a card that has less memory",
+    ),
+    # ---- the limits of the greedy search
+    Fault(
+        name="repair-without-a-limit-of-time",
+        path="planner/search/repair.py",
+        old=" or time.monotonic() > deadline:",
+        new=":",
+        tests=(f"{_REPAIR}::test_a_search_ends_when_its_time_is_up",),
+        why="the greedy search of a model with a thousand layers, whose moves take seconds, makes all its moves",
+    ),
+    Fault(
+        name="repair-of-all-conditions",
+        path="planner/search/repair.py",
+        old="[:_MOST_CONDITIONS]",
+        new="",
+        tests=(f"{_REPAIR}::test_a_move_looks_at_the_largest_of_many_conditions",),
+        why="each move looks at all conditions of a deep model, and takes longer than the search may",
+    ),
+    Fault(
+        name="repair-of-the-smallest-tensors",
+        path="planner/search/repair.py",
+        old="np.argsort(-held_bytes",
+        new="np.argsort(held_bytes",
+        tests=(f"{_REPAIR}::test_a_move_looks_at_the_largest_of_many_conditions",),
+        why="the greedy search of a deep model sees only its smallest tensors, and finds no plan",
     ),
     Fault(
         name="bound-counts-state-of-frozen-parameters",

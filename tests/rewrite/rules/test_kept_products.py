@@ -158,6 +158,40 @@ def test_a_result_that_is_changed_in_place_is_computed_again_whatever_its_number
     assert differences(model, decision, batches=[vectors(seed=s) for s in range(3)], loss_fn=cross_entropy) == []
 
 
+class Experts(nn.Module):
+    """Four experts with two layers, each of which is one product for all experts, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(4, *shape) / 4) for shape in ((16, 32), (32, 16)))
+        self.register_buffer("ends", torch.tensor([2, 4, 6, 8], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.gelu(nn.functional.grouped_mm(x, self.up, offs=self.ends))
+        return torch.tanh(nn.functional.grouped_mm(inner, self.down, offs=self.ends))
+
+
+def test_products_of_experts_are_kept_and_not_computed_again():
+    batches = [vectors(seed=seed) for seed in range(3)]
+    model = seeded(lambda: Net(Experts(), nn.Linear(16, 3)))
+    kept = kept_of(model, batches[0], "blocks.0", cross_entropy)
+    assert kept == (0, 1)
+    decisions = [Checkpoint(modules=("blocks.0",), kept=numbers) for numbers in ((), (kept,))]
+    whole, partly = (
+        rewritten(copy.deepcopy(model), decision, batch=batches[0], loss_fn=cross_entropy) for decision in decisions
+    )
+    # Two in the forward, three for the gradients of the weights and of the inner values, and two in the recompute.
+    assert (experts_calls(whole, batches[0]), experts_calls(partly, batches[0])) == (7, 5)
+    assert differences(model, decisions[1], batches=batches, loss_fn=cross_entropy) == []
+
+
+def experts_calls(result, batch) -> int:
+    """Return the number of products of experts that a step computes."""
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: lambda *_, **__: 1}) as counter:
+        result.step(batch)
+    return counter.get_flop_counts()["Global"][torch.ops.aten._grouped_mm]
+
+
 class ChangedOutside(nn.Module):
     """The caller changes a result of the module in place, which the recompute would read."""
 
