@@ -140,6 +140,13 @@ FAULTS = (
         f"{_SAME}[adamw]",
     ),
     _fault(
+        "with-calls-in-calls-of-the-first",
+        "            parent=_plus(call.parent, now.calls - self._begin.calls),\n",
+        "",
+        "calls of modules in the second step belong to calls of the first one",
+        "tests/zoo/test_second_steps.py::test_copied_gradients_leave_the_recording_that_computed_ones_leave[bert]",
+    ),
+    _fault(
         "as-the-first-micro-batch",
         "        recorder.micro_batch, recorder.seen_backward = self._micro_batch, True\n",
         "        recorder.seen_backward = True\n",
