@@ -13,6 +13,7 @@ import torch
 from planner.errors import WorkloadError
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import with_whole_batch
+from planner.kept.identity import runs_own_code
 from planner.plan_types.decision_base import (
     Decision,
     Role,
@@ -228,6 +229,7 @@ def start_rehearsal(
         what_if=what_if,
         loss_fn=workload.loss_fn,
         own_step=workload.step,
+        runs_own_code=runs_own_code(workload),
         between=tuple(_bound(activity, made) for activity in between),
         shortened=runs,
     ).start()

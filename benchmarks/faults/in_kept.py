@@ -43,8 +43,8 @@ FAULTS = (
     Fault(
         name="kept-with-code-of-the-user",
         path="planner/kept/identity.py",
-        old=" or any(getattr(workload, name) is not None for name in _NOT_MADE_FROM_DATA):",
-        new=":",
+        old="    return workload.made_from is None or has_code or not",
+        new="    return workload.made_from is None or not",
         tests=(f"{_TEST}::test_what_code_of_the_user_takes_part_in_is_not_kept",),
         why="a recording is used although the user's code may have changed",
     ),

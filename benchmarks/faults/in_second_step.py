@@ -5,20 +5,13 @@ from __future__ import annotations
 from benchmarks.faults.fault import Fault
 
 _PATH = "planner/recording/repeats/second_step.py"
-_STATE = "planner/recording/repeats/python_state.py"
 _TEST = "tests/recording/test_second_step.py"
-_STATE_TEST = "tests/recording/test_python_state.py"
 _SAME = f"{_TEST}::test_repeated_gradients_leave_the_recording_that_computed_ones_leave"
 _OTHERWISE = f"{_TEST}::test_a_step_that_begins_otherwise_computes_its_gradients"
 
 
 def _fault(name: str, old: str, new: str, why: str, *tests: str, path: str = _PATH) -> Fault:
     return Fault(name=f"second-step-{name}", path=path, old=old, new=new, tests=tests, why=why)
-
-
-def _state_fault(name: str, old: str, new: str, why: str, *changes: str) -> Fault:
-    tests = (f"{_STATE_TEST}::test_a_change_is_seen[{change}]" for change in changes)
-    return _fault(name, old, new, why, *tests, path=_STATE)
 
 
 FAULTS = (
@@ -31,25 +24,26 @@ FAULTS = (
         f"{_OTHERWISE}[a list]",
     ),
     _fault(
+        "with-other-random-numbers",
+        "        return plain_state(self._model), host_random_state(), values\n",
+        "        return plain_state(self._model), values\n",
+        "a forward that draws random numbers on the host is taken for one that does not",
+        f"{_OTHERWISE}[random numbers of the host]",
+    ),
+    _fault(
+        "with-code-of-the-users",
+        "        if steps == 2 and is_plain and not runs_own_code and isinstance(step, StepInParts):\n",
+        "        if steps == 2 and is_plain and isinstance(step, StepInParts):\n",
+        "code of the user's, which may do something else in the second step, runs once only",
+        f"{_TEST}::test_a_step_with_code_of_the_users_computes_its_gradients",
+        path="planner/recording/rehearsal.py",
+    ),
+    _fault(
         "with-other-values-in-a-buffer",
         "        return None if value is None or _is_counter(name, module) else value.tolist()\n",
         "        return None\n",
         "a model that counts in a buffer runs its second forward as the first one",
         f"{_OTHERWISE}[a buffer]",
-    ),
-    _fault(
-        "with-another-state-of-the-loss",
-        "        return python_state((self._model, self._loss_fn, batch), self._value_of_buffer)\n",
-        "        return python_state((self._model, batch), self._value_of_buffer)\n",
-        "a loss function that counts its calls is taken for one that does not",
-        f"{_OTHERWISE}[a number of the loss]",
-    ),
-    _fault(
-        "with-another-batch",
-        "        return python_state((self._model, self._loss_fn, batch), self._value_of_buffer)\n",
-        "        return python_state((self._model, self._loss_fn), self._value_of_buffer)\n",
-        "a loss that takes an entry out of the batch runs a second time as the first time",
-        f"{_TEST}::test_a_loss_that_takes_an_entry_out_of_the_batch_runs_in_both_steps",
     ),
     _fault(
         "with-a-counter-that-is-read",
@@ -64,59 +58,6 @@ FAULTS = (
         "    return any(\n",
         "a model that asks for a norm's number of batches is taken for one that does not",
         f"{_OTHERWISE}[the counter of a norm, asked for]",
-    ),
-    _state_fault(
-        "without-random-numbers",
-        "*roots, *shared, random.getstate(), _numpy_random_state()",
-        "*roots, *shared",
-        "a forward that draws random numbers on the host is taken for one that does not",
-        "numpy's global generator",
-        "Python's global generator",
-    ),
-    _state_fault(
-        "without-global-variables",
-        "        yield from filter(_holds_values, named) if _is_installed(module) else named\n",
-        "        pass\n",
-        "a forward that counts in a global variable of a function is taken for one that does not",
-        "a variable of a function that a method calls",
-        "a variable of a module",
-    ),
-    _state_fault(
-        "without-inner-functions",
-        "    return {*code.co_names}.union(*inner)\n",
-        "    return {*code.co_names}\n",
-        "global variables that only an inner function names are not compared",
-        "a variable of a module",
-    ),
-    _state_fault(
-        "without-bases-of-classes",
-        "        yield from kind.__bases__\n",
-        "",
-        "a number in the base of a class is not compared",
-        "the base of a class",
-    ),
-    _state_fault(
-        "without-frozen-parameters",
-        "            yield tensor.requires_grad\n",
-        "",
-        "a step with a parameter that the first one froze is taken for the same",
-        "a parameter that is frozen",
-    ),
-    _fault(
-        "with-iterators-taken-for-fixed",
-        "        elif _hides_state(kind, len(slots)):\n            yield _Unknown()\n",
-        "",
-        "a forward that takes the next entry of an iterator is taken for one that does not",
-        f"{_STATE_TEST}::test_an_object_that_hides_its_state_never_equals_itself",
-        path=_STATE,
-    ),
-    _fault(
-        "with-whole-packages-searched",
-        '    return not {"site-packages", "dist-packages"}.isdisjoint(pathlib.PurePath(file).parts)\n',
-        "    return False\n",
-        "the search goes through all functions of a package, and gives up",
-        f"{_STATE_TEST}::test_a_model_of_an_installed_package_is_searched_without_the_whole_package",
-        path=_STATE,
     ),
     _fault(
         "with-tensors-that-are-left",

@@ -54,9 +54,7 @@ _OF_PROCESS = ("_original_object_hash",)
 
 def identity(workload: Workload, card: DeviceProfile) -> str | None:
     """Returns the SHA-256 (hex) of all on which the recordings of a workload depend; None if that is not known."""
-    if workload.made_from is None or any(getattr(workload, name) is not None for name in _NOT_MADE_FROM_DATA):
-        return None
-    if not isinstance(workload.optimizer, str) or any(not tensor.is_meta for _, tensor in tensors_of(workload.batch)):
+    if runs_own_code(workload) or any(not tensor.is_meta for _, tensor in tensors_of(workload.batch)):
         return None
     versions = _versions()
     if versions is None:
@@ -82,6 +80,12 @@ def identity(workload: Workload, card: DeviceProfile) -> str | None:
     for line in _structure(workload.model):
         digest.update(f"{line}\n".encode())
     return digest.hexdigest()
+
+
+def runs_own_code(workload: Workload) -> bool:
+    """True if code of the user's takes part in the step; False if the planner made the whole step from data."""
+    has_code = any(getattr(workload, name) is not None for name in _NOT_MADE_FROM_DATA)
+    return workload.made_from is None or has_code or not isinstance(workload.optimizer, str)
 
 
 def _versions() -> dict[str, str] | None:

@@ -91,6 +91,9 @@ class Rehearsal:
     """The loss function, whose state is compared before and after the last step; None if it is part of the model."""
     own_step: Callable | None = None
     """The user's own training step; None for the planner's step."""
+    runs_own_code: bool = True
+    """True if the model, the loss function or the optimizer has code of the user's, which may do something else in the
+    second step. False if all of it is a library's."""
     between: tuple[Between, ...] = ()
     """Functions that run between the steps of a run, such as an evaluation. Each is recorded twice after the steps."""
     shortened: tuple[LayerRun, ...] = ()
@@ -179,6 +182,7 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
             trained=rehearsal.trained,
             loss_fn=rehearsal.loss_fn,
             own_step=rehearsal.own_step,
+            runs_own_code=rehearsal.runs_own_code,
             between=rehearsal.between,
             make_batch=make_batch,
         )
@@ -198,6 +202,7 @@ def record_steps(
     trained: tuple[str, ...] | None = None,
     loss_fn: Callable | None = None,
     own_step: Callable | None = None,
+    runs_own_code: bool = True,
     between: Sequence[Between] = (),
     make_batch: MakeBatch | None = None,
 ) -> StepGraph:
@@ -208,7 +213,8 @@ def record_steps(
     Args:
         recorder: a recorder for the virtual GPU or for a real device.
         model, batch: the model and its batch, on the recorder's device.
-        prepare, steps, primed, micro_batch_sizes, schedule, trained, loss_fn, own_step, between: as in `Rehearsal`.
+        prepare, steps, primed, micro_batch_sizes, schedule, trained, loss_fn, own_step, runs_own_code, between: as in
+            `Rehearsal`.
         make_batch: makes the batches of `between`; needed if there are any.
 
     Raises:
@@ -228,8 +234,8 @@ def record_steps(
         step, optimizers = prepare(model)
         _mark_parameters(recorder, model)  # sharding replaces them
         is_plain = recorder.virtual and not (primed or recorder.what_if or recorder.is_rank)
-        if steps == 2 and is_plain and isinstance(step, StepInParts):
-            step = StepWithRepeatedGradients(step, recorder, model, loss_fn)
+        if steps == 2 and is_plain and not runs_own_code and isinstance(step, StepInParts):
+            step = StepWithRepeatedGradients(step, recorder, model)
         with recorder.watching(model, optimizers, own_step=own_step is not None):
             if trained is not None:
                 recorder.updates.note_trained(trained)

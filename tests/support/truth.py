@@ -106,6 +106,7 @@ def _recorded(
         work.model,
         batch,
         prepare,
+        runs_own_code=not virtual,  # second steps get copies of gradients, which the real steps compute
         steps=STEPS,
         primed=False,
         micro_batch_sizes=(work.batch_size,),

@@ -1,10 +1,13 @@
 """Puts the gradients of the first recorded step into the second one, instead of computing them again.
 
-The second of two steps runs the same forwards and backwards as the first one if it begins like it: with the same batch,
-the same storages (apart from the optimizer state, which the first update makes), and the same numbers and text in the
-model and the loss function. It then gets a copy of what was recorded. Only its update is run, which differs from the
-first one because the optimizer state exists. Tests compare such recordings with recordings of two whole steps: the
-events are the same (`tests/recording`).
+The second of two steps runs the same forwards and backwards as the first one if it begins like it: with the same
+storages (apart from the optimizer state, which the first update makes), the same numbers and text in the attributes of
+modules, the same known values in buffers, and the same random state of the host. It then gets a copy of what was
+recorded. Only its update is run, which differs from the first one because the optimizer state exists.
+
+The user's own code can depend on anything, so only steps without such code get copies: those of transformers models
+that the planner has made from a config. A test compares the copies with computed gradients for all models of the zoo
+(`tests/zoo/test_second_steps.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from planner.recording.module_state import host_random_state, plain_state
 from planner.recording.recorder import Recorder
-from planner.recording.repeats.python_state import python_state
 from planner.recording.step_graph import Call, Op
 
 
@@ -79,31 +82,35 @@ class StepWithRepeatedGradients:
     Args:
         step: the step.
         recorder: the active recorder of the rehearsal, which makes a plain recording.
-        model, loss_fn: what the step calls. Their numbers and text are compared before both calls. If hooks run in
-            backward, both calls compute gradients, because the state of hooks is not known.
+        model: a model without the user's own code. If hooks run in backward, both calls compute gradients.
     """
 
-    def __init__(self, step: StepInParts, recorder: Recorder, model: torch.nn.Module, loss_fn: Callable | None) -> None:
-        self._step, self._recorder = step, recorder
-        self._model, self._loss_fn = model, loss_fn
+    def __init__(self, step: StepInParts, recorder: Recorder, model: torch.nn.Module) -> None:
+        self._step, self._recorder, self._model = step, recorder, model
         self._first: _Gradients | None = None
         self._has_hooks = _has_hooks_in_backward(model)
 
     def __call__(self, batch: Any) -> None:
         if self._first is None:
-            self._first = _Gradients(self._recorder, self._state(batch))
+            self._first = _Gradients(self._recorder, self._state())
             loss = self._step.compute_gradients(batch)
             self._first.end(loss, self._model)
-        elif not self._has_hooks and self._first.can_be_repeated(self._state(batch)):
+        elif not self._has_hooks and self._first.can_be_repeated(self._state()):
             loss = self._first.repeat()
         else:
             loss = self._step.compute_gradients(batch)
         self._step.update()
         del loss  # here, as the user's loop frees it after the update
 
-    def _state(self, batch: Any) -> list[object]:
-        """Returns all but the values of tensors that the forwards may read, so that it can be compared."""
-        return python_state((self._model, self._loss_fn, batch), self._value_of_buffer)
+    def _state(self) -> tuple[object, ...]:
+        """Returns all but the values of parameters that the forwards may read, so that it can be compared."""
+        values = [
+            self._value_of_buffer(name, module, buffer)
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        return plain_state(self._model), host_random_state(), values
 
     def _value_of_buffer(self, name: str, module: torch.nn.Module, buffer: torch.Tensor) -> object:
         """Returns the values of a buffer if the rehearsal knows them, and they are no counter of a norm."""
