@@ -13,7 +13,6 @@ import torch
 from planner.errors import WorkloadError
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import with_whole_batch
-from planner.kept.identity import runs_own_code
 from planner.plan_types.decision_base import (
     Decision,
     Role,
@@ -35,6 +34,7 @@ from planner.virtual_gpu.backend import Target
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.call_convention import loss_of
 from planner.workload.optimizer_choice import for_copies
+from planner.workload.own_step import runs_own_code
 from planner.workload.unsupported import library
 from planner.workload.workload import Workload, resized
 

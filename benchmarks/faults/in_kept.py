@@ -42,7 +42,7 @@ FAULTS = (
     ),
     Fault(
         name="kept-with-code-of-the-user",
-        path="planner/kept/identity.py",
+        path="planner/workload/own_step.py",
         old="    return workload.made_from is None or has_code or not",
         new="    return workload.made_from is None or not",
         tests=(f"{_TEST}::test_what_code_of_the_user_takes_part_in_is_not_kept",),

@@ -27,6 +27,7 @@ import torch
 
 from planner.profiles.device import DeviceProfile
 from planner.recording.op_schema import cudnn_settings
+from planner.workload.own_step import HAVE_OWN_CODE, runs_own_code
 from planner.workload.workload import Workload, described, tensors_of
 
 _LIBRARIES = (
@@ -42,10 +43,6 @@ _VARIABLES = re.compile(
 _COVERED = {"model", "batch", "made_from", "reference", "notes", "is_by_sample_stated", "dtype", "input_shapes"}
 """Fields of `Workload` whose values are not hashed. Other parts of the identity describe them, or they affect no
 recording."""
-_NOT_MADE_FROM_DATA = ("loss_fn", "step", "parallelize", "program", "stream")
-"""Fields of `Workload` that are None in a workload that the planner has made from data."""
-
-
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 """Attributes of modules that have lines of their own."""
 _OF_PROCESS = ("_original_object_hash",)
@@ -62,7 +59,7 @@ def identity(workload: Workload, card: DeviceProfile) -> str | None:
     fields = {
         field.name: repr(getattr(workload, field.name))
         for field in dataclasses.fields(workload)
-        if field.name not in _COVERED and field.name not in _NOT_MADE_FROM_DATA and field.name != "calling"
+        if field.name not in _COVERED and field.name not in HAVE_OWN_CODE and field.name != "calling"
     }
     parts = {
         "made from": workload.made_from,
@@ -80,12 +77,6 @@ def identity(workload: Workload, card: DeviceProfile) -> str | None:
     for line in _structure(workload.model):
         digest.update(f"{line}\n".encode())
     return digest.hexdigest()
-
-
-def runs_own_code(workload: Workload) -> bool:
-    """True if code of the user's takes part in the step; False if the planner made the whole step from data."""
-    has_code = any(getattr(workload, name) is not None for name in _NOT_MADE_FROM_DATA)
-    return workload.made_from is None or has_code or not isinstance(workload.optimizer, str)
 
 
 def _versions() -> dict[str, str] | None:

@@ -1,17 +1,22 @@
-"""Checks the arguments that are given with a training step of the user's own, and what a function returns for it."""
+"""Checks the arguments given with a training step of the user's own, and says whether the user's code takes part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from planner.errors import WorkloadError
 from planner.workload.call_convention import LossFn, StepFn
 
+if TYPE_CHECKING:
+    from planner.workload.workload import Workload
+
 WITHOUT_TENSORS = (type(None), int, float, str, Mapping, list, tuple)
 """Types of a batch that may have no tensors: the step then makes its own samples."""
+HAVE_OWN_CODE = ("loss_fn", "step", "parallelize", "program", "stream")
+"""Fields of `Workload` that are None in a workload that the planner has made from data."""
 
 
 def as_module(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:
@@ -56,3 +61,9 @@ def of_own_step(returned: Mapping[str, Any], reference: str) -> dict[str, Any]:
             "return a dict with model, batch, step and optimizer, as planner.plan takes them"
         )
     return {name: returned[name] for name in ("step", "optimizer") if name in returned}
+
+
+def runs_own_code(workload: Workload) -> bool:
+    """True if code of the user's takes part in the step; False if the planner made the whole step from data."""
+    has_code = any(getattr(workload, name) is not None for name in HAVE_OWN_CODE)
+    return workload.made_from is None or has_code or not isinstance(workload.optimizer, str)
