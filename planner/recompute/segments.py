@@ -42,7 +42,8 @@ _MIN_OWN_OPS = 8
 """Minimum number of ops that a forward must have for being cut, without the ops of submodules."""
 _MIN_SEGMENT_SHARE = 1 / 100
 """Minimum fraction of all saved bytes that a segment must save for being cut into halves."""
-_MIN_SUBMODULE_CALLS = 8
+import os
+_MIN_SUBMODULE_CALLS = int(os.environ.get('MINSUB','8'))
 """Minimum number of submodule calls that a forward must make for being cut between them, into halves and quarters."""
 _GOOD_CUT = 1.2
 """Maximum ratio of the bytes that cross a cut to the bytes that cross the segment's cheapest cut.

@@ -258,6 +258,14 @@ def _choices(
             choices += [(kept, ()) for kept in (nothing, *results)]
         if first.split_points:
             choices.append((nothing, first.split_points))
+            import os
+            mode = os.environ.get('PARTS', 'no')
+            for kept in results:
+                numbers = kept[calls[0]].numbers
+                after = {n + 1 for n in numbers if n + 1 < segment[1]} - {segment[0]}
+                if mode == 'products': choices.append((kept, tuple(sorted(after))))
+                if mode == 'both': choices.append((kept, tuple(sorted({*after, *first.split_points}))))
+                if mode == 'old': choices.append((kept, first.split_points))
         for kept, split_points in choices:
             unit = Unit(module=module, segment=segment, kept=kept[calls[0]].numbers, split_points=split_points)
             if segment is not None:

@@ -42,7 +42,7 @@ from collections import Counter, defaultdict
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from planner.rewrite.portable.module_forward import detached
@@ -189,6 +189,15 @@ class Tape(TorchDispatchMode):
         finally:
             self.is_paused = before
 
+    @contextlib.contextmanager
+    def hide_copies(self):
+        """Context for copies that a tape makes during the forward: the tapes of outer modules do not count them."""
+        with contextlib.ExitStack() as paused:
+            for mode in _get_current_dispatch_mode_stack():
+                if isinstance(mode, Tape):
+                    paused.enter_context(mode.pause())
+            yield
+
     def pack(self, tensor):
         """Return a stand-in for a tensor that autograd saves.
 
@@ -267,7 +276,8 @@ class Segment:
         if key is None:
             return tensor.detach() if tensor.requires_grad else tensor
         if key in self.tape.statistics:  # a batch norm may overwrite them unseen: keep a copy of the present values
-            return tensor.detach().clone()
+            with self.tape.hide_copies():
+                return tensor.detach().clone()
         if key in self.unwritten:  # no recorded op has filled it, so that rerunning `empty` would not: keep the tensor
             self.created.discard(key)
         if key not in self.created and key not in self.starts:
@@ -287,7 +297,8 @@ class Segment:
         if not self.is_complete and key not in self.created and key not in self.starts:
             self.start_from(key, tensor)
         if key in self.starts:
-            self.start_from(key, copy_of(self.starts[key][0]))
+            with self.tape.hide_copies():
+                self.start_from(key, copy_of(self.starts[key][0]))
 
     def defer(self, tensor, part):
         """Return a stand-in for a saved tensor, or None if the segment cannot recompute the tensor."""
