@@ -194,7 +194,7 @@ FAULTS = (
     ),
     Fault(
         name="segments-make-again-what-was-released",
-        path="planner/recompute/recompute_cost.py",
+        path="planner/recompute/replay_cost.py",
         old="is None else b for _, save in made_saves}",
         new="is None else b for _, save in saves}",
         tests=("tests/recompute/test_segments.py::test_the_promise_for_every_division_is_what_its_rehearsal_takes",),

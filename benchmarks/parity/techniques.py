@@ -35,7 +35,7 @@ from planner.plan_types.decisions import (
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan, SolverFacts
 from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
-from planner.recompute import offload_cost, segments
+from planner.recompute import divided_calls, offload_cost
 from planner.recompute import units as recompute_units
 from planner.recompute.units import Unit, Units, units_of
 from planner.recording.step_graph import StepGraph
@@ -279,7 +279,7 @@ def _for_tiny_models() -> Iterator[None]:
         mock.patch.object(lm_head, "_SMALLEST_LOGITS_BYTES", 0),
         mock.patch.object(offload_cost, "FROM_BYTES", 1),
         mock.patch.object(recompute_units, "FROM_BYTES", 1),
-        mock.patch.object(segments, "_MIN_OWN_OPS", 3),
-        mock.patch.object(segments, "_MIN_SUBMODULE_CALLS", 3),
+        mock.patch.object(divided_calls, "_MIN_OWN_OPS", 3),
+        mock.patch.object(divided_calls, "_MIN_SUBMODULE_CALLS", 3),
     ):
         yield

@@ -81,6 +81,7 @@ class Candidate:
             self._graph,
             self._op_ns,
             granularity_bytes=self._granularity_bytes,
+            launch_ns=self._host_copies.card.launch_ns,
             kinds=self._kinds,
             host_copies=self._host_copies,
             gathers=self._gathers_with_time(),

@@ -31,7 +31,8 @@ The overload is always `default`. Attention with dropout draws random numbers. I
 would draw other numbers than in the first run. So the output of attention with dropout is never kept.
 """
 
-_NAMES = frozenset(f"aten.{name}.default" for name in PRODUCTS)
+PRODUCT_NAMES = frozenset(f"aten.{name}.default" for name in PRODUCTS)
+"""Names of the products in a recording."""
 _MIN_DENSITY_DROP = 1.5
 """Minimum drop in density between products that are kept and products that are recomputed (`_alternatives`).
 
@@ -75,7 +76,7 @@ class Keepable:
         """For each call: indices of its products in execution order, including the products of nested calls."""
         products: dict[int, list[int]] = {}
         for index, op in enumerate(self._graph.ops):
-            if op.name in _NAMES and op.phase == "forward":
+            if op.name in PRODUCT_NAMES and op.phase == "forward":
                 for call in self._graph.enclosing(op.call):
                     products.setdefault(call, []).append(index)
         return products
@@ -115,7 +116,7 @@ class Keepable:
         """
         numbers = set.intersection(
             *(
-                {number for number, op in enumerate(among) if self._graph.ops[op].name in _NAMES}
+                {number for number, op in enumerate(among) if self._graph.ops[op].name in PRODUCT_NAMES}
                 & self._usable(among, self._graph.ticks)
                 for among in ops.values()
             )

@@ -13,6 +13,11 @@ alive at the same time. So these segments fit into budgets that are too small fo
 grows with the logarithm of the number of parts, as in Chen et al., section 4.4, and in Griewank 1992, "Achieving
 logarithmic growth of temporal and spatial complexity in reverse automatic differentiation".
 
+Such a segment, and the whole forward of a block that runs several products (`recompute.kept_products`), may also keep
+the products and be divided behind each of them. Then the ops between two products, such as a norm and an activation,
+run again just before backward needs their results, and no product does. A recompute of the whole block would have the
+results of all these ops in memory at once.
+
 The cuts are not optimal in two respects. They are places in execution order and not minimum cuts of the graph: two
 branches that run one after the other are cut at the same place. And segments are halved greedily.
 
@@ -30,21 +35,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.recording.module_calls import COMPILED, NO_REPLAY, WITHOUT_GRADIENTS
+from planner.recompute.divided_calls import blocks, calls_with_many_calls, long_calls
+from planner.recording.module_calls import WITHOUT_GRADIENTS
 from planner.recording.step_graph import Call, Op, Phase, Save, StepGraph
 
-_MIN_OWN_SHARE = 0.1
-"""Minimum fraction of all saved bytes that the modules of one type must save for being cut.
-
-The saves of their submodules do not count.
-"""
-_MIN_OWN_OPS = 8
-"""Minimum number of ops that a forward must have for being cut, without the ops of submodules."""
 _MIN_SEGMENT_SHARE = 1 / 100
 """Minimum fraction of all saved bytes that a segment must save for being cut into halves."""
-import os
-_MIN_SUBMODULE_CALLS = int(os.environ.get('MINSUB','8'))
-"""Minimum number of submodule calls that a forward must make for being cut between them, into halves and quarters."""
 _GOOD_CUT = 1.2
 """Maximum ratio of the bytes that cross a cut to the bytes that cross the segment's cheapest cut.
 
@@ -70,8 +66,9 @@ def with_segments(graph: StepGraph) -> StepGraph:
     A module is cut only if all its calls can be cut and have the same number of ops. All calls are cut at the same op
     numbers, because a plan applies to every call of a module.
     """
-    long, saved_bytes = _long_calls(graph), _SavedBytes(graph)
-    ops_of = {call: ops_in(graph, call) for call in (*long, *(_calls_with_many_calls(graph) - long))}
+    long, many, others = long_calls(graph), calls_with_many_calls(graph), blocks(graph)
+    saved_bytes = _SavedBytes(graph)
+    ops_of = {call: ops_in(graph, call) for call in (*long, *(many - long), *(others - many - long))}
     by_module: dict[str, list[int]] = defaultdict(list)
     for call in ops_of:
         by_module[graph.calls[call].module].append(call)
@@ -85,8 +82,11 @@ def with_segments(graph: StepGraph) -> StepGraph:
         calls = calls_of[module]
         if calls == sorted(usable) and len({len(ops_of[call]) for call in calls}) == 1:
             first = calls[0]
+            if first not in long | many:
+                segments |= dict.fromkeys(calls, (_whole(ops_of[first]),))
+                continue
             cuts = _Cuts(graph, ops_of[first], [graph.calls[inner] for inner in inner_calls[first]], saved_bytes)
-            segments |= dict.fromkeys(calls, cuts.segments() if calls[0] in long else cuts.divided_segments())
+            segments |= dict.fromkeys(calls, cuts.segments() if first in long else cuts.divided_segments())
     return _with_calls(graph, ops_of, segments) if any(segments.values()) else graph
 
 
@@ -110,55 +110,9 @@ def position_of(save: Save, ticks: Sequence[int]) -> int:
     return bisect(ticks, save.pack) - (0 if save.is_of_next_op else 1)
 
 
-def _long_calls(graph: StepGraph) -> set[int]:
-    """Calls that may be cut and whose module type saves more than `_MIN_OWN_SHARE` of all bytes, without submodules."""
-    own_bytes, own_ops = _saved_bytes(graph), _own_ops(graph)
-    by_type: dict[str, int] = defaultdict(int)
-    for index, call in enumerate(graph.calls):
-        by_type[graph.module_types[call.module]] += own_bytes.get(index, 0)
-    enough = _MIN_OWN_SHARE * sum(own_bytes.values())
-    return {
-        index
-        for index, call in enumerate(graph.calls)
-        if own_ops[index] >= _MIN_OWN_OPS and by_type[graph.module_types[call.module]] > enough and _can_run_again(call)
-    }
-
-
-def _own_ops(graph: StepGraph) -> dict[int | None, int]:
-    """For each call: the number of its ops that make or change a storage, without the ops of submodules."""
-    counts: dict[int | None, int] = defaultdict(int)
-    for op in graph.ops:
-        if op.phase is Phase.FORWARD and op.makes_or_changes:
-            counts[op.call] += 1
-    return counts
-
-
-def _calls_with_many_calls(graph: StepGraph) -> set[int]:
-    """Calls that make at least `_MIN_SUBMODULE_CALLS` calls directly, and in which no call runs compiled."""
-    children: dict[int, int] = defaultdict(int)
-    for call in graph.calls:
-        if call.parent is not None:
-            children[call.parent] += 1
-    compiled = [index for index, call in enumerate(graph.calls) if call.obstacle == COMPILED]
-    around_compiled = {parent for index in compiled for parent in graph.enclosing(graph.calls[index].parent)}
-    many = {index for index, count in children.items() if count >= _MIN_SUBMODULE_CALLS}
-    return {index for index in many if _can_run_again(graph.calls[index])} - around_compiled
-
-
-def _can_run_again(call: Call) -> bool:
-    return call.obstacle not in NO_REPLAY and not call.has_hooks
-
-
-def _saved_bytes(graph: StepGraph) -> dict[int | None, int]:
-    """For each call: bytes saved outside of its submodules. A storage counts once, for the call that saved it first."""
-    first: dict[int, int | None] = {}
-    for save in graph.saves:
-        if save.storage is not None:
-            first.setdefault(save.storage, save.call)
-    saved_bytes: dict[int | None, int] = defaultdict(int)
-    for storage, call in first.items():
-        saved_bytes[call] += graph.storages[storage].size_bytes
-    return saved_bytes
+def _whole(ops: Sequence[int]) -> Segment:
+    """Returns a whole forward as one segment, which is recomputed in parts only."""
+    return Segment(start=0, stop=len(ops), split_points=(), only_divided=True)
 
 
 def _inner_calls(graph: StepGraph) -> dict[int, list[int]]:

@@ -14,7 +14,7 @@ these effects on each call:
   the products.
 
 A segment is recomputed by a replay. Its effects are the same, but a replay runs fewer ops and holds other tensors
-(`recompute_cost`), and a tensor that the segment saves but did not make stays saved. An offload recomputes nothing: the
+(`replay_cost`), and a tensor that the segment saves but did not make stays saved. An offload recomputes nothing: the
 tensors saved in the call, or the inputs of a call that is recomputed, are in host memory until backward needs them
 (`offload_cost`).
 
@@ -41,13 +41,17 @@ from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.recompute.holds import Option, Options, holds_of, units_in
 from planner.recompute.kept_products import NOTHING, Keepable, Kept
 from planner.recompute.offload_cost import FROM_BYTES, Offloads
-from planner.recompute.recompute_cost import Replays, Rerun, Reruns
+from planner.recompute.recompute_cost import Rerun, Reruns
 from planner.recompute.repeated_gathers import RepeatedGathers
+from planner.recompute.replay_cost import Replays
 from planner.recompute.segments import with_segments
 from planner.recompute.windows import Window, windows_of
 from planner.recording.module_calls import NO_REPLAY, WITHOUT_GRADIENTS
 from planner.recording.step_graph import StepGraph, round_up
 from planner.search.problem import CheckpointProblem, Recompute, exclusive_units, longest_paths
+
+_MOST_PARTS = 100
+"""Maximum number of parts into which a segment is divided behind the products that it keeps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +135,7 @@ def units_of(
     op_ns: list[int],
     *,
     granularity_bytes: int,
+    launch_ns: int = 0,
     kinds: Container[type[Decision]] = (Checkpoint, Replay),
     host_copies: HostCopies | None = None,
     gathers: Sequence[tuple[RepeatedGathers, int]] = (),
@@ -142,6 +147,8 @@ def units_of(
         op_ns: time of each op in ns, as `planner.estimate.roofline.op_times_ns` gives it.
         granularity_bytes: storage sizes are rounded up to a multiple of it (512 for CUDA's allocator, 1 for no
             rounding).
+        launch_ns: time in ns that the host takes to launch an op. A segment's ops take the host longer
+            (`replay_cost`).
         kinds: types of decision that units may become: `Checkpoint` and `Offload` for modules, `Replay` for segments.
         host_copies: gives the time of copies to the host and back; None if no unit may be offloaded.
         gathers: gathers that the recording repeats, each with the time in ns that leaving it out would save.
@@ -153,7 +160,8 @@ def units_of(
     sizes = [round_up(storage.size_bytes, granularity_bytes) for storage in graph.storages]
     # 2. The units, each with its cost in every call of its module.
     offloads = None if host_copies is None or Offload not in kinds else Offloads(graph, host_copies, sizes)
-    units, options = _choices(graph, windows, op_ns, sizes, kinds, offloads)
+    replays = Replays(graph, op_ns, sizes, launch_ns)
+    units, options = _choices(graph, windows, op_ns, sizes, kinds, offloads, replays)
     again = {len(units) + number: repeated for number, (repeated, _) in enumerate(gathers)}
     gathered = tuple(
         Unit(module=repeated.unit, segment=None, kept=(), runs_again=False, is_gathered=True)
@@ -231,9 +239,10 @@ def _choices(
     sizes: list[int],
     kinds: Container[type[Decision]],
     offloads: Offloads | None,
+    replays: Replays,
 ) -> tuple[tuple[Unit, ...], Options]:
     """Returns all units, and for each call the units that apply to it with their costs."""
-    keepable, reruns, replays = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes), Replays(graph, op_ns, sizes)
+    keepable, reruns = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes)
     units: list[Unit] = []
     options: Options = {}
     recompute_ns: dict[str, int] = {}  # by module: time of its recompute; offloading must not take longer
@@ -258,14 +267,9 @@ def _choices(
             choices += [(kept, ()) for kept in (nothing, *results)]
         if first.split_points:
             choices.append((nothing, first.split_points))
-            import os
-            mode = os.environ.get('PARTS', 'no')
-            for kept in results:
-                numbers = kept[calls[0]].numbers
-                after = {n + 1 for n in numbers if n + 1 < segment[1]} - {segment[0]}
-                if mode == 'products': choices.append((kept, tuple(sorted(after))))
-                if mode == 'both': choices.append((kept, tuple(sorted({*after, *first.split_points}))))
-                if mode == 'old': choices.append((kept, first.split_points))
+        if first.only_divided and segment is not None:
+            behind = ((kept, _behind(kept[calls[0]].numbers, segment)) for kept in results)
+            choices += [(kept, split_points) for kept, split_points in behind if 0 < len(split_points) < _MOST_PARTS]
         for kept, split_points in choices:
             unit = Unit(module=module, segment=segment, kept=kept[calls[0]].numbers, split_points=split_points)
             if segment is not None:
@@ -284,6 +288,11 @@ def _choices(
             if _cost_ns(saved) <= recompute_ns.get(module, math.inf):
                 add(Unit(module=module, segment=None, kept=(), runs_again=False, on_host=True), saved)
     return tuple(units), options
+
+
+def _behind(products: Sequence[int], segment: tuple[int, int]) -> tuple[int, ...]:
+    """Returns the numbers of the ops that follow products, at which a segment that keeps these products is divided."""
+    return tuple(number + 1 for number in products if number + 1 < segment[1])
 
 
 def _cost_ns(costs: Mapping[int, Rerun | None]) -> float:

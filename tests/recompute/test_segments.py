@@ -10,7 +10,7 @@ from torch import nn
 
 import planner
 from planner.plan_types.recompute_decisions import Checkpoint, Replay
-from planner.recompute.recompute_cost import Replays
+from planner.recompute.replay_cost import Replays
 from planner.recompute.segments import with_segments
 from planner.recompute.units import units_of
 from planner.search import milp

@@ -1,0 +1,300 @@
+"""The cost of recomputing one call of a segment by a *replay*.
+
+Only the ops that lead to a saved tensor (its ancestors in the graph of ops and storages) run again, and every tensor
+that they make is freed after its last use by these ops. For that, the host records the ops of the segment in the
+forward (`rewrite/portable/replay_tape.py`). Recording takes longer than launching, so a segment with many small ops
+makes the step slower than its kernels alone would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from planner.recompute.kept_products import Kept
+from planner.recompute.recompute_cost import Rerun
+from planner.recompute.segments import ops_in, position_of
+from planner.recording.op_schema import WRITE_STATISTICS
+from planner.recording.step_graph import Save, StepGraph
+
+_RECORDED_LAUNCHES = 10
+"""Time that the host takes to run an op and to record it on a tape, as a multiple of the time to run it only."""
+_REPLAYED_LAUNCHES = 7
+"""The same for an op of a replay. Measured with `python -m benchmarks.tape`."""
+
+
+class Replays:
+    """Computes the cost of replaying segments op by op.
+
+    Args:
+        graph: a what-if recording with segments (`planner.recompute.segments.with_segments`).
+        op_ns: time of each op in ns.
+        sizes: bytes of each storage, rounded up as the allocator does.
+        launch_ns: time in ns that the host takes to launch an op.
+    """
+
+    def __init__(self, graph: StepGraph, op_ns: list[int], sizes: list[int], launch_ns: int = 0) -> None:
+        self._graph, self._op_ns, self._sizes, self._launch_ns = graph, op_ns, sizes, launch_ns
+        self._segments = {index: call.segment for index, call in enumerate(graph.calls) if call.segment is not None}
+        self._ops: dict[int, list[int]] = {}
+        self._born: dict[int, list[int]] = defaultdict(list)
+        self._saves: dict[int, list[tuple[int, Save]]] = defaultdict(list)  # by call: storages and their saves
+        self._writes: dict[int, list[int]] = defaultdict(list)
+        if not self._segments:
+            return
+        for index, storage in enumerate(graph.storages):
+            if storage.op is not None and storage.lives:
+                self._born[storage.op].append(index)
+        for save in graph.saves:
+            if save.storage is not None:
+                for call in graph.enclosing(save.call):
+                    self._saves[call].append((save.storage, save))
+        for op in graph.ops:
+            if op.writes and op.phase == "forward":
+                for written in set(op.inputs) & set(op.outputs):
+                    self._writes[written].append(op.tick)
+
+    def ops_of(self, call: int) -> list[int]:
+        """Returns the indices of a segment's ops, in the order of their numbers."""
+        if call not in self._ops:
+            owner = next(outer for outer in self._graph.enclosing(call) if outer not in self._segments)
+            if owner not in self._ops:
+                self._ops[owner] = ops_in(self._graph, owner)
+            start, stop = self._segments[call]
+            self._ops[call] = self._ops[owner][start:stop]
+        return self._ops[call]
+
+    def of_segment(self, index: int, kept: Kept, split_points: tuple[int, ...]) -> Rerun | None:
+        """Returns the cost of replaying the ops of a segment that lead to the tensors it saved.
+
+        Args:
+            index: the segment, as an index into the recording's calls.
+            kept: products that are kept instead of run again.
+            split_points: numbers of the ops at which the segment is divided into parts that replay one at a time.
+
+        Returns:
+            The cost; None if the replay would free nothing, or if a tensor that the ops read is overwritten later.
+        """
+        graph, numbered = self._graph, self.ops_of(index)
+        # 1. The tensors that the segment makes and saves. None of them is held in the forward. A save that autograd
+        #    releases before the segment ends is not made again, although other saves of its storage may be.
+        ops = [op for op in numbered if op not in kept.ops]
+        made = self._made(ops)
+        end = graph.calls[index].end
+        made_saves = [(storage, save) for storage, save in self._saves[index] if storage in made]
+        saves = [(storage, save) for storage, save in made_saves if save.release is None or save.release > end]
+        # 2. The parts, each with its ops and the tensors that autograd saved for these ops.
+        first = self._segments[index][0]
+        bounds = [0, *(point - first for point in split_points), len(numbered)]
+        ticks = [graph.ops[op].tick for op in numbered]
+        part_of = {save.pack: bisect(split_points, first + position_of(save, ticks)) for _, save in saves}
+        parts = [
+            _Part(
+                ops=[op for op in numbered[start:stop] if op not in kept.ops],
+                saves=[(storage, save) for storage, save in saves if part_of[save.pack] == number],
+            )
+            for number, (start, stop) in enumerate(itertools.pairwise(bounds))
+        ]
+        if not saves or any(save.again is not None for _, save in saves):  # a tape replays for one backward only
+            return None
+        # 3. The ops that have to run again. A replay is wrong if a tensor that they read is overwritten after the first
+        #    read, or if a tensor that one part hands to another is overwritten at all.
+        self._trace(parts)
+        program = [op for part in parts for op in sorted({*part.to_make, *part.to_pass})]
+        starts = self._first_reads(program, made)
+        if any(tick >= starts[storage] for storage in starts for tick in self._writes[storage]):
+            return None
+        if split_points and any(self._writes[storage] for part in parts for storage in part.crossing):
+            return None
+        # 4. Tensors that are held: those that the replay reads and that were made before the segment, until the last
+        #    release; other tensors that the segment reads, until its end; outputs of kept products, from their birth.
+        release = max(graph.ticks if save.release is None else save.release for _, save in saves)
+        births = {storage: graph.storages[storage].lives[0][0] for storage in kept.storages}
+        held = [
+            (storage, tick, release if storage in starts else end)
+            for storage, tick in (self._first_reads(ops, made) | births).items()
+            if graph.storages[storage].op is not None
+        ]
+        # 5. Time, peaks and further holds, found by simulating the replays.
+        run = _Run(self, parts, release)
+        backs = {save.pack: parts[part_of[save.pack]].back for _, save in saves}
+        return Rerun(
+            backs={save.pack: graph.ticks if (b := backs.get(save.pack)) is None else b for _, save in made_saves},
+            frees=frozenset(storage for storage, _ in made_saves),
+            kept=kept.storages,
+            holds=(*held, *run.holds),
+            cost_ns=run.cost_ns + self._recording_ns(numbered),
+            peaks=tuple(run.peaks),
+        )
+
+    def _trace(self, parts: list[_Part]) -> None:
+        """Sets `to_make`, `to_pass` and `crossing` of every part, from the last part to the first."""
+        made_before: list[set[int]] = [set()]
+        for part in parts[:-1]:
+            made_before.append(made_before[-1] | self._made(part.ops))
+        after: set[int] = set()
+        for part, made in zip(reversed(parts), reversed(made_before), strict=True):
+            part.to_make, reads = self._leading_to(part.wanted, part.ops)
+            part.to_pass, also_reads = self._leading_to(after, part.ops)
+            after = part.crossing = (reads | also_reads) & made
+
+    def _first_reads(self, ops: list[int], made: set[int]) -> dict[int, int]:
+        """Returns, for each storage that the ops read and that is not in `made`, the tick of the first read."""
+        read = ((s, self._graph.ops[op].tick) for op in reversed(ops) for s in self._graph.ops[op].inputs)
+        return {storage: tick for storage, tick in read if storage not in made}
+
+    def _made(self, ops: list[int]) -> set[int]:
+        """Returns the storages that the ops make."""
+        graph = self._graph
+        return {storage for op in ops for storage in graph.ops[op].outputs if graph.storages[storage].op == op}
+
+    def _leading_to(self, wanted: set[int], ops: list[int]) -> tuple[list[int], set[int]]:
+        """Returns the ops that lead to the wanted storages, and all storages that are wanted or read by these ops.
+
+        The ops are the ancestors of the storages, found in one backward sweep, since execution order is a topological
+        order. `networkx.ancestors` finds the same (a test compares them) but takes 20 times as long, most of it for
+        the subgraph of the segment: for all segments of examples/flat.py 104 ms against 5.2 ms, and of
+        examples/llama_1b 131 ms against 6.3 ms, on top of 150 and 210 ms for the whole checkpoint problem, which is
+        built once per recording (CPU time, networkx 3.6.1).
+        """
+        needed, leading = set(wanted), []
+        for op in reversed(ops):
+            if not needed.isdisjoint(self._graph.ops[op].outputs):
+                needed.update(self._graph.ops[op].inputs)
+                leading.append(op)
+        return leading[::-1], needed
+
+    def _statistics_bytes(self, op: int) -> int:
+        """Returns the bytes of the running statistics that a norm op updates; 0 for other ops.
+
+        A replay updates a copy of them, so that they are not updated twice.
+        """
+        record = self._graph.ops[op]
+        if record.name not in WRITE_STATISTICS:
+            return 0
+        return sum(self._sizes[storage] for storage in record.inputs[-2:] if self._graph.storages[storage].op is None)
+
+    def run(self, program: list[int], values: set[int], to_keep: set[int]) -> tuple[set[int], int]:
+        """Simulates running ops, and frees each storage after its last use by these ops.
+
+        Args:
+            program: indices of the ops.
+            values: storages that are alive at the beginning and whose bytes are counted.
+            to_keep: storages that are not freed.
+
+        Returns:
+            The storages in `to_keep` that are alive at the end, and the largest number of bytes alive at once.
+        """
+        last_use = {s: op for op in program for s in (*self._graph.ops[op].inputs, *self._graph.ops[op].outputs)}
+        values = {storage for storage in values if storage in last_use or storage in to_keep}
+        alive = highest = sum(self._sizes[storage] for storage in values)
+        for op in program:
+            born = set(self._born[op]) - values
+            alive += sum(self._sizes[storage] for storage in born)
+            highest = max(highest, alive + self._statistics_bytes(op))
+            values |= born
+            over = {s for s in values if s not in to_keep and last_use.get(s, op) == op}
+            alive -= sum(self._sizes[storage] for storage in over)
+            values -= over
+        return values, highest
+
+    def bytes_of(self, storages: Collection[int]) -> int:
+        """Returns the sum of the sizes of these storages in bytes."""
+        return sum(self._sizes[storage] for storage in storages)
+
+    def ns_of(self, ops: Sequence[int]) -> int:
+        """Returns the time in ns of replaying these ops: of the card or of the host, whichever takes longer."""
+        return sum(max(self._op_ns[op], _REPLAYED_LAUNCHES * self._launch_ns) for op in ops)
+
+    def _recording_ns(self, ops: Sequence[int]) -> int:
+        """Returns the time in ns by which recording these ops on a tape makes the forward longer."""
+        return sum(max(0, _RECORDED_LAUNCHES * self._launch_ns - self._op_ns[op]) for op in ops)
+
+
+@dataclasses.dataclass(slots=True)
+class _Part:
+    """One part of a divided segment; an undivided segment is a single part."""
+
+    ops: list[int]
+    saves: list[tuple[int, Save]]
+    """(storage, save) of each tensor that autograd saved for an op of this part."""
+    to_make: list[int] = dataclasses.field(default_factory=list)
+    """Ops of this part that lead to the tensors saved in this part; they run when this part is replayed."""
+    to_pass: list[int] = dataclasses.field(default_factory=list)
+    """Ops of this part that lead to tensors that later parts read; they run when a later part is replayed."""
+    crossing: set[int] = dataclasses.field(default_factory=set)
+    """Storages that earlier parts make, and that this part or a later part reads."""
+
+    @property
+    def wanted(self) -> set[int]:
+        """Storages of this part that hold tensors saved for backward."""
+        return {storage for storage, _ in self.saves}
+
+    @property
+    def back(self) -> int | None:
+        """Tick at which backward first reads a tensor that this part saved; None if it reads none."""
+        return min((save.unpack for _, save in self.saves if save.unpack is not None), default=None)
+
+    def can_be_read(self, tick: int) -> bool:
+        """True if autograd still holds a tensor saved in this part at this tick."""
+        return any(save.release is None or save.release > tick for _, save in self.saves)
+
+
+class _Run:
+    """Simulates all replays of one segment, in the order in which backward reads its parts.
+
+    `rewrite/rules/segment_checkpoint.py` replays in the same way. A replay of a part runs all parts from the nearest
+    *starting point* on. A starting point is a part whose inputs were kept by an earlier replay; the first part always
+    is one. While the parts on the way run, new starting points are kept: the part in the middle of the way, the part in
+    the middle of the second half, and so on. Backward reads the last part first. So each part runs about log2(parts)
+    times, and about log2(parts) starting points are alive at once. This is the recursive bisection of Griewank 1992. It
+    is not the optimal schedule (Revolve, Griewank and Walther 2000), which needs to know how many starting points fit
+    in memory.
+    """
+
+    def __init__(self, replays: Replays, parts: list[_Part], release: int) -> None:
+        self._replays, self._parts, self._release = replays, parts, release
+        self._starting_points: dict[int, set[int]] = {}  # part -> its inputs, kept by a replay
+        self._parts_run: set[int] = set()
+        self.holds: list[tuple[int, int, int]] = []
+        self.peaks: list[tuple[int, int]] = []
+        self.cost_ns = 0
+        for back, number in sorted((part.back, n) for n, part in enumerate(parts) if part.back is not None):
+            self._replay(number, back)
+
+    def _replay(self, wanted: int, back: int) -> None:
+        """Simulates the replay of part number `wanted`, which backward reads at tick `back`."""
+        replays, parts = self._replays, self._parts
+        # Start from the nearest earlier part whose inputs are kept, else from the beginning of the segment.
+        at = max((number for number in self._starting_points if number <= wanted), default=0)
+        between = (number for number in range(at + 1, wanted) if number not in self._parts_run)
+        to_hold = _midpoints([number for number in between if parts[number].can_be_read(back)])
+        self._parts_run.add(wanted)
+        # Run the parts on the way. `counted` has the live storages that are not part of `held_bytes`. The inputs that
+        # were kept for this part itself are among them: each is freed after its last use.
+        counted = self._starting_points.pop(wanted, set())
+        held_bytes = highest = 0
+        for number in range(at, wanted):
+            counted, peak = replays.run(parts[number].to_pass, counted, parts[number + 1].crossing)
+            highest = max(highest, held_bytes + peak)
+            self.cost_ns += replays.ns_of(parts[number].to_pass)
+            if number + 1 in to_hold:
+                crossing, back_then = parts[number + 1].crossing, parts[number + 1].back
+                until = self._release if back_then is None else back_then - 1
+                self._starting_points[number + 1] = set(crossing)
+                self.holds += [(storage, back, until) for storage in crossing]
+                held_bytes += replays.bytes_of(counted)
+                counted = set()
+        # Run the part itself.
+        _, peak = replays.run(parts[wanted].to_make, counted, parts[wanted].wanted)
+        self.cost_ns += replays.ns_of(parts[wanted].to_make)
+        self.peaks.append((back - 1, max(highest, held_bytes + peak)))
+
+
+def _midpoints(parts: list[int]) -> set[int]:
+    """Returns the middle one of the parts, the middle one of the parts after it, and so on."""
+    middle = len(parts) // 2
+    return {parts[middle], *_midpoints(parts[middle + 1 :])} if parts else set()
