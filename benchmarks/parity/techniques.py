@@ -58,6 +58,7 @@ RECOMPUTE = (
     "segments, inner",
     "segments, kept outputs",
     "segments, divided",
+    "segments, divided behind kept outputs",
     "offload",
     "offload of inputs",
 )
@@ -202,8 +203,9 @@ def _recomputing(units: Units) -> Iterator[Technique]:
         "checkpoint, kept outputs": (lambda u: _is_module(u) and u.kept, False),
         "segments": (lambda u: u.segment and not u.kept and not u.split_points, False),
         "segments, inner": (lambda u: u.segment and not u.kept and not u.split_points, True),
-        "segments, kept outputs": (lambda u: u.segment and u.kept, False),
-        "segments, divided": (lambda u: u.segment and u.split_points, False),
+        "segments, kept outputs": (lambda u: u.segment and u.kept and not u.split_points, False),
+        "segments, divided": (lambda u: u.segment and u.split_points and not u.kept, False),
+        "segments, divided behind kept outputs": (lambda u: u.segment and u.split_points and u.kept, False),
         "offload": (lambda u: u.on_host and not u.runs_again, False),
         "offload of inputs": (lambda u: u.on_host and u.runs_again, False),
     }

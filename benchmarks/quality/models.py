@@ -24,6 +24,9 @@ class Case:
     build: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
     is_block: Callable[[nn.Module], bool]
     """True for the modules that users would checkpoint."""
+    is_attention_fused: bool = True
+    """False if the CPU or the planned card has no fused kernel for the attention of this model. Then both run it as
+    products and a softmax, so that the plan is for the ops that run."""
 
 
 class Classifier(nn.Module):
@@ -248,12 +251,14 @@ CASES = {
     "GPT-2 small, 2 x 256": Case(build=_gpt2, is_block=_is("GPT2Block")),
     "RoBERTa, 12 layers, 4 x 128": Case(build=_roberta, is_block=_is("RobertaLayer")),
     "Llama, 80 layers of 128, 2 x 128": Case(build=_llama80, is_block=_is("LlamaDecoderLayer")),
-    "U-Net, 4 images": Case(build=_unet, is_block=_is("ResidualBlock")),
+    "U-Net, 4 images": Case(build=_unet, is_block=_is("ResidualBlock"), is_attention_fused=False),
     "ConvNeXt, 2 x 160": Case(build=_convnext, is_block=_is("ConvNextBlock")),
     "EfficientNet, 2 x 160": Case(build=_efficientnet, is_block=_is("InvertedResidual")),
     "DiT, 12 layers of 192, 2 x 256": Case(build=_dit, is_block=_is("DiTBlock")),
     "detector, 2 x 128": Case(build=_detector, is_block=lambda module: isinstance(module, Residual)),
     "Mamba, 4 layers of 64, 8 x 16": Case(build=_mamba, is_block=_is("MambaBlock")),
-    "Mixtral, 8 layers of 128, 2 x 128": Case(build=_mixtral, is_block=_is("MixtralDecoderLayer")),
+    "Mixtral, 8 layers of 128, 2 x 128": Case(
+        build=_mixtral, is_block=_is("MixtralDecoderLayer"), is_attention_fused=False
+    ),
     "flat function, 1024 x 256": Case(build=_flat, is_block=lambda module: False),
 }

@@ -17,8 +17,8 @@ _MIN_OWN_OPS = 8
 """Minimum number of ops that a forward must have for being cut, without the ops of submodules."""
 _MIN_SUBMODULE_CALLS = 8
 """Minimum number of submodule calls that a forward must make for being cut between them, into halves and quarters."""
-_PRODUCTS = range(2, 17)
-"""Numbers of products that a block may run for being divided behind them."""
+_MIN_PRODUCTS = 2
+"""Minimum number of products that a block must run for being divided behind them."""
 _MIN_BLOCK_SHARE = 0.1
 """Minimum fraction of all saved bytes that the blocks of one type must save for this, with their submodules."""
 
@@ -47,10 +47,7 @@ def _own_ops(graph: StepGraph) -> dict[int | None, int]:
 
 
 def blocks(graph: StepGraph) -> set[int]:
-    """Calls that run several products, and whose module type saves more than `_MIN_BLOCK_SHARE` of all bytes.
-
-    Calls in other such calls are left out.
-    """
+    """Calls that run several products, and whose module type saves more than `_MIN_BLOCK_SHARE` of all bytes."""
     products: dict[int, int] = defaultdict(int)
     for op in graph.ops:
         if op.phase is Phase.FORWARD and op.name in PRODUCT_NAMES:
@@ -65,11 +62,9 @@ def blocks(graph: StepGraph) -> set[int]:
     found = {
         index
         for index, count in products.items()
-        if count in _PRODUCTS
-        and by_type[graph.module_types[graph.calls[index].module]] > enough
-        and _can_run_again(graph.calls[index])
-    } - _around_compiled(graph)
-    return {index for index in found if found.isdisjoint(graph.enclosing(graph.calls[index].parent))}
+        if count >= _MIN_PRODUCTS and by_type[graph.module_types[graph.calls[index].module]] > enough
+    }
+    return {index for index in found if _can_run_again(graph.calls[index])} - _around_compiled(graph)
 
 
 def _around_compiled(graph: StepGraph) -> set[int]:

@@ -22,8 +22,8 @@ from planner.recording.step_graph import Save, StepGraph
 
 _RECORDED_LAUNCHES = 10
 """Time that the host takes to run an op and to record it on a tape, as a multiple of the time to run it only."""
-_REPLAYED_LAUNCHES = 7
-"""The same for an op of a replay. Measured with `python -m benchmarks.tape`."""
+_REPLAYED_LAUNCHES = 5
+"""The same for an op of a replay. `python -m benchmarks.tape` measures both."""
 
 
 class Replays:

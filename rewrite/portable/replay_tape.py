@@ -97,6 +97,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, segments, device):
         super().__init__()
         self.device, self.is_paused = device, False
+        self.outer = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Tape)]
         self.upcoming = list(reversed(segments))  # the next segment is the last of the list
         self.segment, self.segments = None, []  # the segment that is being recorded, and all segments that were begun
         self.segment_stop, self.kept_ops, self.split_points = 0, (), ()  # of the segment that is being recorded
@@ -182,21 +183,15 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def pause(self):
-        """Context for recomputing: ops are not recorded, also if the forward itself runs a backward."""
-        before, self.is_paused = self.is_paused, True
+        """Context for copies and replays: this tape and those of outer modules do not record or count their ops."""
+        paused = [tape for tape in (self, *self.outer) if not tape.is_paused]
+        for tape in paused:
+            tape.is_paused = True
         try:
             yield
         finally:
-            self.is_paused = before
-
-    @contextlib.contextmanager
-    def hide_copies(self):
-        """Context for copies that a tape makes during the forward: the tapes of outer modules do not count them."""
-        with contextlib.ExitStack() as paused:
-            for mode in _get_current_dispatch_mode_stack():
-                if isinstance(mode, Tape):
-                    paused.enter_context(mode.pause())
-            yield
+            for tape in paused:
+                tape.is_paused = False
 
     def pack(self, tensor):
         """Return a stand-in for a tensor that autograd saves.
@@ -276,7 +271,7 @@ class Segment:
         if key is None:
             return tensor.detach() if tensor.requires_grad else tensor
         if key in self.tape.statistics:  # a batch norm may overwrite them unseen: keep a copy of the present values
-            with self.tape.hide_copies():
+            with self.tape.pause():
                 return tensor.detach().clone()
         if key in self.unwritten:  # no recorded op has filled it, so that rerunning `empty` would not: keep the tensor
             self.created.discard(key)
@@ -297,7 +292,7 @@ class Segment:
         if not self.is_complete and key not in self.created and key not in self.starts:
             self.start_from(key, tensor)
         if key in self.starts:
-            with self.tape.hide_copies():
+            with self.tape.pause():
                 self.start_from(key, copy_of(self.starts[key][0]))
 
     def defer(self, tensor, part):

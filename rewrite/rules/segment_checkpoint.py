@@ -83,6 +83,7 @@ for name, segments in REPLAYED.items():
             "from typing import NamedTuple",
             "from torch.multiprocessing.reductions import StorageWeakRef",
             "from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass",
+            "from torch.utils._python_dispatch import _get_current_dispatch_mode_stack",
             "from torch.utils._pytree import tree_leaves",
             *CHECK_IMPORTS,
         ),

@@ -1,0 +1,121 @@
+"""Blocks that keep their products, and are recomputed in parts: each part is what runs between two products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
+from planner.recompute.kept_products import PRODUCT_NAMES
+from planner.recompute.units import Units, units_of
+from planner.recording.step_graph import StepGraph
+from planner.search import milp
+from planner.workload.workload import workload
+from tests.support.workloads import BARE, plain, units, what_if
+
+pytestmark = pytest.mark.slow
+
+
+class Block(nn.Module):
+    """Widens, convolves each channel, weighs the channels and narrows again. Batch norms copy their statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Sequential(nn.Conv2d(8, 24, 1, bias=False), nn.BatchNorm2d(24), nn.SiLU())
+        self.depthwise = nn.Sequential(nn.Conv2d(24, 24, 3, 1, 1, groups=24, bias=False), nn.BatchNorm2d(24), nn.SiLU())
+        self.weigh = nn.Conv2d(24, 24, 1)
+        self.narrow = nn.Sequential(nn.Conv2d(24, 8, 1, bias=False), nn.BatchNorm2d(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.depthwise(self.widen(x))
+        return x + self.narrow(y * torch.sigmoid(self.weigh(y.mean((2, 3), keepdim=True))))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), *(Block() for _ in range(blocks)))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def work_of(blocks: int):
+    batch = torch.randn(2, 3, 18, 18), torch.zeros(2, dtype=torch.long)
+    return workload(Net(blocks), batch, loss_fn=lambda out, batch: F.cross_entropy(out, batch[1]), optimizer="sgd")
+
+
+def in_parts(found: Units) -> list[int]:
+    """Returns the units that keep products and are divided."""
+    return [number for number, unit in enumerate(found.units) if unit.split_points and unit.kept]
+
+
+def products_again(graph: StepGraph) -> int:
+    return sum(op.name in PRODUCT_NAMES and op.phase == "recompute" for op in graph.ops)
+
+
+def test_a_block_is_divided_behind_the_products_that_it_keeps():
+    found, _ = units(what_if(work_of(3)))
+    blocks = [found.units[number] for number in in_parts(found) if found.units[number].module == "body.2"]
+    assert blocks
+    for unit in blocks:
+        assert {number - 1 for number in unit.split_points} == {*unit.kept}
+    assert not any(unit.segment is not None and unit.module.endswith(".widen") for unit in found.units)
+
+
+def test_the_promise_is_what_the_rehearsal_takes_and_no_product_that_is_kept_runs_again():
+    work = work_of(3)
+    found, curve = units(what_if(work))
+    chosen = in_parts(found)
+    assert len(chosen) >= 3
+    for number in chosen:
+        rehearsed = plain(work, found.decisions((number,)), card=BARE)
+        assert curve.peak((number,)) == rehearsed.live_bytes().max(), found.units[number]
+        if found.units[number].module.startswith("body.") and len(found.units[number].kept) == 4:
+            assert products_again(rehearsed) == 0
+
+
+def test_tapes_of_inner_modules_do_not_shift_the_numbers_of_ops_of_outer_ones():
+    """The tape of a block copies running statistics. An outer tape must not count these copies as ops of its module."""
+    work = work_of(9)
+    found, curve = units(what_if(work))
+    chosen = in_parts(found)
+    last = max(
+        (number for number in chosen if found.units[number].module == "body"), key=lambda n: found.units[n].segment
+    )
+    first = next(number for number in chosen if found.units[number].module == "body.1")
+    both = tuple(sorted((first, last)))
+    assert not any({*both} <= {*path} for path in found.problem.paths)
+    rehearsed = plain(work, found.decisions(both), card=BARE)
+    assert curve.peak(both) == rehearsed.live_bytes().max()
+    alone = [products_again(plain(work, found.decisions((number,)), card=BARE)) for number in both]
+    assert products_again(rehearsed) == sum(alone)
+
+
+def test_blocks_in_parts_fit_where_checkpoints_would_run_products_again():
+    graph = what_if(work_of(4))
+    _, curve = units(graph)
+    op_ns = [int(op.name in PRODUCT_NAMES) for op in graph.ops]  # the cost of a plan is the number of products again
+    checkpoints, all_units = (
+        milp.Search(units_of(graph, op_ns, granularity_bytes=1, kinds=kinds).problem)
+        for kinds in ((Checkpoint,), (Checkpoint, Replay))
+    )
+    budget_bytes = int(0.48 * curve.peak(()))
+    assert checkpoints.solve(budget_bytes).cost_ns > 0
+    assert all_units.solve(budget_bytes).cost_ns == 0
+
+
+def test_the_host_time_of_a_tape_counts_where_kernels_are_short():
+    graph = what_if(work_of(2))
+    op_ns = [100] * len(graph.ops)
+    quick, slow = (units_of(graph, op_ns, granularity_bytes=1, launch_ns=launch_ns) for launch_ns in (1, 100))
+    assert [unit.kept for unit in quick.units] == [unit.kept for unit in slow.units]
+    for unit, few_ns, many_ns in zip(quick.units, quick.problem.cost_ns, slow.problem.cost_ns, strict=True):
+        if unit.segment is None:
+            assert few_ns == many_ns
+        else:
+            recorded = unit.segment[1] - unit.segment[0]
+            assert many_ns == 5 * few_ns + 9 * 100 * recorded
