@@ -391,7 +391,8 @@ def test_the_promise_holds_for_a_storage_seen_in_two_dtypes():
 def test_what_comes_back_is_there_before_the_second_run_or_from_the_first_to_the_last_use():
     samples, wide = 1 << 15, 64
     model, batch = Widths((wide, wide)), (torch.zeros(samples, 16), torch.zeros(samples, dtype=torch.long))
-    problem = units(what_if(workload(model, batch, loss_fn=cross_entropy, optimizer="sgd")))[0]
+    graph = what_if(workload(model, batch, loss_fn=cross_entropy, optimizer="sgd"))
+    problem = units(graph, kinds=(Checkpoint, Offload))[0]
     block = [number for number, unit in enumerate(problem.units) if unit.module == "blocks.1" and not unit.kept]
     again, from_host, saved = block
     extra = {r.unit: r.extra_bytes for r in problem.problem.recomputes}
