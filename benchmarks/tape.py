@@ -1,11 +1,14 @@
-"""Show how much longer the host takes for ops that a segment checkpoint records and replays.
+"""Show how much longer the host takes for an op that a segment checkpoint records or replays.
 
     python -m benchmarks.tape
 
-The tensors are tiny, so that only the time of the host counts. The network is divided behind each product and keeps the
-products, as `planner.recompute.units` divides a block. Recorded: CPU time of a forward under a tape, relative to one
-without. Replayed: additional CPU time of forward and backward that is not spent on recording, for each op that runs
-again, relative to an op of the forward without a tape. `planner.recompute.replay_cost` uses both multiples.
+The tensors are tiny, so that only the time of the host counts. The network keeps the outputs of its products and is
+divided after each product, as a block is by `planner.recompute.units`. Two multiples are printed, and
+`planner.recompute.replay_cost` uses both:
+
+- "recorded" is the CPU time of a forward under a tape, divided by that of a forward without a tape;
+- "replayed" is the CPU time of an op that runs again, divided by that of an op in the forward without a tape. The time
+  of all ops that run again is the additional time of forward and backward that is not spent on recording.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ LAYERS, ROUNDS, REPEATS = 20, 7, 60
 
 
 class Net(nn.Module):
-    """Layers of four ops: a product, an activation, a product with a number, a sum."""
+    """Layers of four ops each: a matrix product, an activation, a multiplication by a number, and an addition."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -275,7 +275,7 @@ FAULTS = (
         old="        if first.only_divided and segment is not None:\n",
         new="        if False:\n",
         tests=(f"{_BLOCKS}::test_blocks_in_parts_fit_where_checkpoints_would_run_products_again",),
-        why="a network of convolutions runs products again in a budget that needs none of them again",
+        why="a convolutional network runs products again although the budget allows a plan that runs none again",
     ),
     Fault(
         name="blocks-are-divided-before-their-products",
@@ -283,7 +283,7 @@ FAULTS = (
         old="    return tuple(number + 1 for number in products if",
         new="    return tuple(number for number in products if",
         tests=(f"{_BLOCKS}::test_a_block_is_divided_behind_the_products_that_it_keeps",),
-        why="a part that begins with a kept product has the ops of two parts in memory",
+        why="each part begins with a kept product, so that the outputs of two parts are in memory at once",
     ),
     Fault(
         name="segments-number-the-copies-of-inner-tapes",
@@ -291,7 +291,7 @@ FAULTS = (
         old="        paused = [tape for tape in (self, *self.outer) if not tape.is_paused]\n",
         new="        paused = [tape for tape in (self,) if not tape.is_paused]\n",
         tests=(f"{_BLOCKS}::test_tapes_of_inner_modules_do_not_shift_the_numbers_of_ops_of_outer_ones",),
-        why="a segment keeps and recomputes other ops than the plan says if an inner module has segments, too",
+        why="a segment keeps and recomputes other ops than the plan says if a submodule has segments, too",
     ),
     Fault(
         name="segments-cost-the-host-nothing",
@@ -299,6 +299,6 @@ FAULTS = (
         old="            cost_ns=run.cost_ns + self._recording_ns(numbered),\n",
         new="            cost_ns=run.cost_ns,\n",
         tests=(f"{_BLOCKS}::test_the_host_time_of_a_tape_counts_where_kernels_are_short",),
-        why="plans for small models take segments that make the step slower than checkpoints would",
+        why="plans for small models choose segments, which make the step slower than checkpoints would",
     ),
 )

@@ -241,7 +241,7 @@ FAULTS = (
         old=" or time.monotonic() > deadline:",
         new=":",
         tests=(f"{_REPAIR}::test_a_search_ends_when_its_time_is_up",),
-        why="the greedy search of a model with a thousand layers, whose moves take seconds, makes all its moves",
+        why="the greedy search for a model with a thousand layers makes all its moves, although each takes seconds",
     ),
     Fault(
         name="repair-of-all-conditions",
@@ -249,7 +249,7 @@ FAULTS = (
         old="[:_MOST_CONDITIONS]",
         new="",
         tests=(f"{_REPAIR}::test_a_move_looks_at_the_largest_of_many_conditions",),
-        why="each move looks at all conditions of a deep model, and takes longer than the search may",
+        why="each move looks at all conditions of a deep model, and takes longer than the whole search is allowed to",
     ),
     Fault(
         name="repair-of-the-smallest-tensors",

@@ -34,7 +34,7 @@ FAULTS = (
         "with-code-of-the-users",
         "        if steps == 2 and is_plain and not runs_own_code and isinstance(step, StepInParts):\n",
         "        if steps == 2 and is_plain and isinstance(step, StepInParts):\n",
-        "code of the user's, which may do something else in the second step, runs once only",
+        "the user's own code runs only once, although it may behave differently in the second step",
         f"{_TEST}::test_a_step_with_code_of_the_users_computes_its_gradients",
         path="planner/recording/rehearsal.py",
     ),

@@ -26,7 +26,7 @@ FAULTS = (
             "tests/estimate/test_convolution_workspaces.py"
             "::test_layers_in_channels_last_hand_on_their_format_and_copy_nothing",
         ),
-        why="a network in channels_last is promised copies between its layers that PyTorch does not make",
+        why="a network in channels_last is recorded with copies between its layers that PyTorch does not make",
     ),
     Fault(
         name="workspaces-in-the-time-of-convolutions",

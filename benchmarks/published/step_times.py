@@ -4,10 +4,14 @@
     python -m benchmarks.published.step_times FOLDER/benchmark-*.csv --rows rows.jsonl [--every 8] [--limit-s 1800]
 
 Each step is rehearsed and timed by `planner.estimate.roofline` with the card's datasheet. Its row is added to the file,
-and a later call goes on from there. The tables then show the errors of the predictions after one common factor per
-table (only ratios of times choose a plan): as the planner predicts them; the same without the scratch memory of
-convolutions; with the datasheet alone; with the one factor that is not from a datasheet, for the bytes of convolutions,
-fitted on the other tables; and with all kinds of ops fitted on four fifths of the table's models, for the other fifth.
+and a later call goes on from there. The tables then show the errors of five predictions, after one common factor per
+table (only ratios of times choose a plan):
+
+- the planner's prediction;
+- the same without the scratch memory of convolutions;
+- a prediction from the datasheet alone;
+- a prediction with the factor for the bytes of convolutions, which no datasheet contains, fitted on the other tables;
+- a prediction with factors for all kinds of ops, fitted on four fifths of the table's models, for the other fifth.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The tables are timm's (github.com/huggingface/pytorch-image-models, results/, Apache 2.0), made by its `benchmark.py`
 with autocast to fp16 and batches of random images. A training step is forward, backward and SGD with momentum; an
-inference step is a forward. The name of a table has the release of PyTorch, the card and the memory layout of images.
-The script sets `torch.backends.cudnn.benchmark`, so that the fastest algorithms ran. Which ones is not known, and the
-scratch memory is that of those which run without this setting.
+inference step is a forward. The name of a table contains the release of PyTorch, the card and the memory format of the
+images. The script sets `torch.backends.cudnn.benchmark`, so that the fastest algorithms ran. It is not known which
+these were, so the scratch memory is that of the algorithms that run without this setting.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Case:
     is_block: Callable[[nn.Module], bool]
     """True for the modules that users would checkpoint."""
     is_attention_fused: bool = True
-    """False if the CPU or the planned card has no fused kernel for the attention of this model. Then both run it as
-    products and a softmax, so that the plan is for the ops that run."""
+    """False if the CPU or the planned card has no fused kernel for the attention of this model. Then the attention runs
+    as matrix products and a softmax on both, so that the ops that are planned are the ops that run."""
 
 
 class Classifier(nn.Module):

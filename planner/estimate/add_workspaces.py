@@ -97,9 +97,10 @@ def _scratch(graph: StepGraph, births: list[list[int]], card: DeviceProfile, tor
 
 
 def _with_scratch_bytes(ops: Sequence[Op], scratch: Iterable[Storage]) -> list[Op]:
-    """Returns the ops with the scratch memory of each convolution, by which its time is estimated.
+    """Returns the ops, with `scratch_bytes` set for each convolution. The estimate of its time includes these bytes.
 
-    If PyTorch searches for the fastest algorithm, its workspace is not known, and the one without a search is taken.
+    If PyTorch searches for the fastest algorithm, it is not known which algorithm will run. Then the workspace of the
+    algorithm that runs without a search is used.
     """
     sizes: dict[int, int] = {}
     for storage in scratch:

@@ -3,10 +3,10 @@
     time = max(flops / rate(dtype), moved_bytes / bandwidth, host_bytes / host_link) + launch
 
 (Williams, Waterman, Patterson: Roofline: an insightful visual performance model for multicore architectures, CACM
-52(4), 2009.) A view takes no time. For a convolution, the sum of the time of its FLOPs, a multiple of the time of its
-bytes (`CONVOLUTION_PASSES`) and that of its scratch memory (`SCRATCH_PASSES`) takes the place of their maximum. Small
-micro-batches cost more per sample, because the time of the launch and of reading the weights does not depend on their
-size.
+52(4), 2009.) A view takes no time. The time of a convolution on the card is not a maximum but a sum: the time of its
+FLOPs, `CONVOLUTION_PASSES` times the time to move its bytes, and `SCRATCH_PASSES` times the time to move its scratch
+memory. Small micro-batches cost more per sample, because the time to launch kernels and to read the weights does not
+depend on the size of a micro-batch.
 
 Where it stops being exact: overlap of kernels, caches and tile quantization are not modeled, and rates are those of
 the datasheet unless the card was calibrated.
@@ -24,11 +24,11 @@ from planner.workspaces.cudnn.dispatch import Kernels, is_convolution, kernels_o
 CONVOLUTION_PASSES = 2.0
 """A convolution takes the time of its FLOPs, plus this number times the time to move its images and weights once.
 
-Source: published step times of image models (docs/measured.md, "Against published step times"). Errors are smallest at
-1.9 on each of the two tables of training.
+Source: published step times of image models (docs/measured.md, "Against published step times"). On both training
+tables, the error is smallest with 1.9.
 """
 SCRATCH_PASSES = 2.0
-"""Scratch memory of a convolution, mostly copies of its tensors in another layout, is written once and read once."""
+"""A convolution writes its scratch memory once and reads it once. Most of it holds copies in another memory format."""
 
 
 def op_ns(op: Op, card: DeviceProfile) -> int:
@@ -46,7 +46,10 @@ def op_ns(op: Op, card: DeviceProfile) -> int:
 
 
 def flops_rate(op: Op, card: DeviceProfile) -> int:
-    """Returns the rate for the dtype of an op. PyTorch's own depthwise kernels do not run on tensor cores."""
+    """Returns the FLOPs per second for the dtype of an op.
+
+    PyTorch's own depthwise kernels do not use tensor cores, so they get the rate of fp32.
+    """
     is_depthwise = op.kernel is not None and is_convolution(op.name) and kernels_of(op.kernel) is Kernels.DEPTHWISE
     return card.flops_per_s["fp32" if is_depthwise or op.dtype not in card.flops_per_s else op.dtype]
 

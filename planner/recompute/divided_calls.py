@@ -9,22 +9,25 @@ from planner.recording.module_calls import COMPILED, NO_REPLAY
 from planner.recording.step_graph import Call, Phase, StepGraph
 
 _MIN_OWN_SHARE = 0.1
-"""Minimum fraction of all saved bytes that the modules of one type must save for being cut.
+"""Minimum fraction of all saved bytes that the modules of one type must save to be cut.
 
-The saves of their submodules do not count.
+Bytes that their submodules save do not count.
 """
 _MIN_OWN_OPS = 8
-"""Minimum number of ops that a forward must have for being cut, without the ops of submodules."""
+"""Minimum number of ops that a forward must run to be cut, without the ops of submodules."""
 _MIN_SUBMODULE_CALLS = 8
-"""Minimum number of submodule calls that a forward must make for being cut between them, into halves and quarters."""
+"""Minimum number of submodule calls that a forward must make to be cut between them, into halves and quarters."""
 _MIN_PRODUCTS = 2
-"""Minimum number of products that a block must run for being divided behind them."""
+"""Minimum number of products that a block must run to be divided after them."""
 _MIN_BLOCK_SHARE = 0.1
-"""Minimum fraction of all saved bytes that the blocks of one type must save for this, with their submodules."""
+"""Minimum fraction of all saved bytes that the blocks of one type and their submodules must save to be divided."""
 
 
 def long_calls(graph: StepGraph) -> set[int]:
-    """Calls that may be cut and whose module type saves more than `_MIN_OWN_SHARE` of all bytes, without submodules."""
+    """Returns the calls that may be cut because their forward runs many ops and saves many bytes.
+
+    All modules of the same type together save more than `_MIN_OWN_SHARE` of all bytes, without their submodules.
+    """
     own_bytes, own_ops = _saved_bytes(graph), _own_ops(graph)
     by_type: dict[str, int] = defaultdict(int)
     for index, call in enumerate(graph.calls):
@@ -38,7 +41,7 @@ def long_calls(graph: StepGraph) -> set[int]:
 
 
 def _own_ops(graph: StepGraph) -> dict[int | None, int]:
-    """For each call: the number of its ops that make or change a storage, without the ops of submodules."""
+    """Returns, for each call, the number of its ops that make or change a storage, without the ops of submodules."""
     counts: dict[int | None, int] = defaultdict(int)
     for op in graph.ops:
         if op.phase is Phase.FORWARD and op.makes_or_changes:
@@ -47,7 +50,10 @@ def _own_ops(graph: StepGraph) -> dict[int | None, int]:
 
 
 def blocks(graph: StepGraph) -> set[int]:
-    """Calls that run several products, and whose module type saves more than `_MIN_BLOCK_SHARE` of all bytes."""
+    """Returns the calls that run several products, and whose module type saves many bytes (`_MIN_BLOCK_SHARE`).
+
+    A product is a matrix product, a convolution or an attention op (`planner.recompute.kept_products`).
+    """
     products: dict[int, int] = defaultdict(int)
     for op in graph.ops:
         if op.phase is Phase.FORWARD and op.name in PRODUCT_NAMES:
@@ -68,13 +74,13 @@ def blocks(graph: StepGraph) -> set[int]:
 
 
 def _around_compiled(graph: StepGraph) -> set[int]:
-    """Calls in which a call runs compiled."""
+    """Returns the calls in which a submodule's call runs compiled."""
     compiled = [index for index, call in enumerate(graph.calls) if call.obstacle == COMPILED]
     return {parent for index in compiled for parent in graph.enclosing(graph.calls[index].parent)}
 
 
 def calls_with_many_calls(graph: StepGraph) -> set[int]:
-    """Calls that make at least `_MIN_SUBMODULE_CALLS` calls directly, and in which no call runs compiled."""
+    """Returns the calls that directly make at least `_MIN_SUBMODULE_CALLS` calls, and in which none runs compiled."""
     children: dict[int, int] = defaultdict(int)
     for call in graph.calls:
         if call.parent is not None:
@@ -88,7 +94,10 @@ def _can_run_again(call: Call) -> bool:
 
 
 def _saved_bytes(graph: StepGraph) -> dict[int | None, int]:
-    """For each call: bytes saved outside of its submodules. A storage counts once, for the call that saved it first."""
+    """Returns, for each call, the bytes that it saves outside of its submodules.
+
+    A storage counts once, for the call that saved it first.
+    """
     first: dict[int, int | None] = {}
     for save in graph.saves:
         if save.storage is not None:

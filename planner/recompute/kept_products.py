@@ -32,7 +32,7 @@ would draw other numbers than in the first run. So the output of attention with 
 """
 
 PRODUCT_NAMES = frozenset(f"aten.{name}.default" for name in PRODUCTS)
-"""Names of the products in a recording."""
+"""Names of the ops in a recording that are products."""
 _MIN_DENSITY_DROP = 1.5
 """Minimum drop in density between products that are kept and products that are recomputed (`_alternatives`).
 

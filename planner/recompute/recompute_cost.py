@@ -1,7 +1,7 @@
 """The cost of recomputing one call of a unit: the memory held for the recompute, its time, and its own peak memory.
 
 A module is recomputed by running its forward again as Python code, up to the last tensor that it saves. A segment is
-recomputed in another way (`planner.recompute.replay_cost`).
+recomputed by a replay of its ops instead (`planner.recompute.replay_cost`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The cost of recomputing one call of a segment by a *replay*.
 
 Only the ops that lead to a saved tensor (its ancestors in the graph of ops and storages) run again, and every tensor
-that they make is freed after its last use by these ops. For that, the host records the ops of the segment in the
-forward (`rewrite/portable/replay_tape.py`). Recording takes longer than launching, so a segment with many small ops
-makes the step slower than its kernels alone would.
+that they make is freed after its last use by these ops. To make this possible, the host records the ops of the segment
+during the forward (`rewrite/portable/replay_tape.py`). The host takes longer to record an op than to launch it. If a
+segment has many small ops, its kernels wait for the host, and the step becomes slower.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from planner.recording.op_schema import WRITE_STATISTICS
 from planner.recording.step_graph import Save, StepGraph
 
 _RECORDED_LAUNCHES = 10
-"""Time that the host takes to run an op and to record it on a tape, as a multiple of the time to run it only."""
+"""Time that the host takes to launch an op and to record it on a tape, as a multiple of the time to launch it."""
 _REPLAYED_LAUNCHES = 5
-"""The same for an op of a replay. `python -m benchmarks.tape` measures both."""
+"""The same multiple for an op that runs again in a replay. `python -m benchmarks.tape` measures both multiples."""
 
 
 class Replays:
@@ -206,11 +206,11 @@ class Replays:
         return sum(self._sizes[storage] for storage in storages)
 
     def ns_of(self, ops: Sequence[int]) -> int:
-        """Returns the time in ns of replaying these ops: of the card or of the host, whichever takes longer."""
+        """Returns the time in ns of replaying these ops. An op takes the longer of the times of card and host."""
         return sum(max(self._op_ns[op], _REPLAYED_LAUNCHES * self._launch_ns) for op in ops)
 
     def _recording_ns(self, ops: Sequence[int]) -> int:
-        """Returns the time in ns by which recording these ops on a tape makes the forward longer."""
+        """Returns the time in ns by which the forward becomes longer because these ops are recorded on a tape."""
         return sum(max(0, _RECORDED_LAUNCHES * self._launch_ns - self._op_ns[op]) for op in ops)
 
 

@@ -13,10 +13,10 @@ alive at the same time. So these segments fit into budgets that are too small fo
 grows with the logarithm of the number of parts, as in Chen et al., section 4.4, and in Griewank 1992, "Achieving
 logarithmic growth of temporal and spatial complexity in reverse automatic differentiation".
 
-Such a segment, and the whole forward of a block that runs several products (`recompute.kept_products`), may also keep
-the products and be divided behind each of them. Then the ops between two products, such as a norm and an activation,
-run again just before backward needs their results, and no product does. A recompute of the whole block would have the
-results of all these ops in memory at once.
+Such a segment may also keep the outputs of its products (`recompute.kept_products`) and be divided after each product,
+and so may the whole forward of a block that runs several products. Then no product runs again. The ops between two
+products, such as a norm and an activation, run again just before backward needs their outputs. If the whole block were
+recomputed at once, the outputs of all these ops would be in memory at the same time.
 
 The cuts are not optimal in two respects. They are places in execution order and not minimum cuts of the graph: two
 branches that run one after the other are cut at the same place. And segments are halved greedily.
@@ -111,7 +111,7 @@ def position_of(save: Save, ticks: Sequence[int]) -> int:
 
 
 def _whole(ops: Sequence[int]) -> Segment:
-    """Returns a whole forward as one segment, which is recomputed in parts only."""
+    """Returns a whole forward as one segment, which may be recomputed only in parts."""
     return Segment(start=0, stop=len(ops), split_points=(), only_divided=True)
 
 

@@ -51,7 +51,7 @@ from planner.recording.step_graph import StepGraph, round_up
 from planner.search.problem import CheckpointProblem, Recompute, exclusive_units, longest_paths
 
 _MOST_PARTS = 100
-"""Maximum number of parts into which a segment is divided behind the products that it keeps."""
+"""Maximum number of parts of a segment that is divided after each product that it keeps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,8 +147,8 @@ def units_of(
         op_ns: time of each op in ns, as `planner.estimate.roofline.op_times_ns` gives it.
         granularity_bytes: storage sizes are rounded up to a multiple of it (512 for CUDA's allocator, 1 for no
             rounding).
-        launch_ns: time in ns that the host takes to launch an op. A segment's ops take the host longer
-            (`replay_cost`).
+        launch_ns: time in ns that the host takes to launch an op. The host takes longer to record and replay the ops
+            of a segment (`replay_cost`).
         kinds: types of decision that units may become: `Checkpoint` and `Offload` for modules, `Replay` for segments.
         host_copies: gives the time of copies to the host and back; None if no unit may be offloaded.
         gathers: gathers that the recording repeats, each with the time in ns that leaving it out would save.
@@ -291,7 +291,7 @@ def _choices(
 
 
 def _behind(products: Sequence[int], segment: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the numbers of the ops that follow products, at which a segment that keeps these products is divided."""
+    """Returns the split points of a segment that keeps these products: the numbers of the ops that follow them."""
     return tuple(number + 1 for number in products if number + 1 < segment[1])
 
 

@@ -92,8 +92,8 @@ class Rehearsal:
     own_step: Callable | None = None
     """The user's own training step; None for the planner's step."""
     runs_own_code: bool = True
-    """True if the model, the loss function or the optimizer has code of the user's, which may do something else in the
-    second step. False if all of it is a library's."""
+    """True if the model, the loss function or the optimizer contains the user's own code, which may behave differently
+    in the second step. False if all their code comes from libraries."""
     between: tuple[Between, ...] = ()
     """Functions that run between the steps of a run, such as an evaluation. Each is recorded twice after the steps."""
     shortened: tuple[LayerRun, ...] = ()

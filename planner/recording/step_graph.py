@@ -82,8 +82,8 @@ class Op:
     scratch_known: bool = True
     """True if the op's scratch memory is known: by a formula, or because the op takes none."""
     scratch_bytes: int = 0
-    """Bytes of the scratch memory of a convolution, which it writes and reads. 0 for other ops, and in a recording to
-    which no workspaces have been added."""
+    """Bytes of scratch memory that a convolution writes and reads. It is 0 for other ops, and for all ops of a
+    recording to which no workspaces have been added."""
     writes: bool = False
     """True if the op changes an argument in place."""
     written: tuple[int, ...] = ()

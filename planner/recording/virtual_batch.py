@@ -45,10 +45,10 @@ def virtual_batch(
 
 
 def _order_in_memory(tensor: torch.Tensor) -> list[int]:
-    """Returns the dimensions of a tensor's copy on the card in the order of memory: the largest stride comes first.
+    """Returns the dimensions of a tensor's copy on the card, from the largest stride to the smallest.
 
-    `Tensor.to(device)` keeps the strides of a tensor whose elements fill their memory; other copies are contiguous or
-    channels_last.
+    `Tensor.to(device)` keeps the strides of a tensor that is non-overlapping and dense. Copies of other tensors are
+    contiguous or channels_last.
     """
     with unset_fake_temporarily():
         copy = torch.empty_strided(tensor.shape, tensor.stride(), device="meta").to("meta", copy=True)
@@ -56,7 +56,7 @@ def _order_in_memory(tensor: torch.Tensor) -> list[int]:
     dimensions = list(range(copy.dim()))
     if is_contiguous:
         return dimensions
-    # A dimension of size 1 has the stride of the one before it in memory, or of the last one.
+    # A dimension of size 1 can have the same stride as another dimension. Then it comes after that one.
     return sorted(dimensions, key=lambda dim: (copy.stride(dim), copy.shape[dim] > 1), reverse=True)
 
 

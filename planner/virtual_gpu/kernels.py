@@ -25,7 +25,7 @@ KERNELS: dict[torch._ops.OpOverload, Callable[..., Made]] = {}
 _aten = torch.ops.aten
 
 _CONVOLVED_BY_CUDNN = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that cuDNN convolves in any memory format. Convolutions in fp64 are contiguous."""
+"""Dtypes that cuDNN convolves in any memory format. Convolutions in fp64 run in the contiguous format."""
 ASSUMED_LENGTHS = "all inputs and targets of ctc_loss have full length"
 
 
@@ -76,7 +76,7 @@ def _reduced_in_full_storage(
 def _convolution(
     dependence: DataDependence, op: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Made:
-    """Allocates the result of a convolution (Convolution.cpp). That of the fake kernel is always contiguous."""
+    """Allocates the output of a convolution (Convolution.cpp). The output of the fake kernel is always contiguous."""
     out = op(input, weight, *args, **kwargs)
     return _in_memory_format(out, _format_of_convolution(input, weight)), []
 
@@ -85,7 +85,7 @@ def _convolution(
 def _convolution_backward(
     dependence: DataDependence, op: Any, grad: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Made:
-    """Allocates the gradients of a convolution. Those of image and weight have the format of the convolution."""
+    """Allocates the gradients of a convolution. Those of the input and weight have the convolution's memory format."""
     *grads, of_bias = op(grad, input, weight, *args, **kwargs)
     memory_format = _format_of_convolution(input, weight)
     return (*(_in_memory_format(each, memory_format) for each in grads), of_bias), []
@@ -94,7 +94,7 @@ def _convolution_backward(
 def _format_of_convolution(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
     """Returns the memory format in which a convolution runs on CUDA (`cudnn_conv_suggest_memory_format`, ConvUtils.h).
 
-    The fake kernels choose the format of a convolution on the CPU.
+    The fake kernels choose the format in which a convolution runs on the CPU.
     """
     runs_in_cudnn = input.device.type != "cpu" and torch.backends.cudnn.enabled and input.dtype in _CONVOLVED_BY_CUDNN
     if runs_in_cudnn:

@@ -1,4 +1,4 @@
-"""Checks the arguments given with a training step of the user's own, and says whether the user's code takes part."""
+"""Checks the arguments that come with the user's own training step, and finds whether the user's code takes part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WITHOUT_TENSORS = (type(None), int, float, str, Mapping, list, tuple)
 """Types of a batch that may have no tensors: the step then makes its own samples."""
 HAVE_OWN_CODE = ("loss_fn", "step", "parallelize", "program", "stream")
-"""Fields of `Workload` that are None in a workload that the planner has made from data."""
+"""Fields of `Workload` that may hold the user's code. They are None if the planner made the workload from a config."""
 
 
 def as_module(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:
@@ -64,6 +64,6 @@ def of_own_step(returned: Mapping[str, Any], reference: str) -> dict[str, Any]:
 
 
 def runs_own_code(workload: Workload) -> bool:
-    """True if code of the user's takes part in the step; False if the planner made the whole step from data."""
+    """True if the user's own code takes part in the step; False if the planner made the whole step from a config."""
     has_code = any(getattr(workload, name) is not None for name in HAVE_OWN_CODE)
     return workload.made_from is None or has_code or not isinstance(workload.optimizer, str)

@@ -87,7 +87,7 @@ def test_copies_for_another_memory_format_live_as_long_as_pytorch_keeps_them():
 
 @pytest.mark.parametrize("shape", [(2, 5, 11, 11), (2, 5, 6, 7, 8)])
 def test_layers_in_channels_last_hand_on_their_format_and_copy_nothing(shape):
-    """As with cuDNN: one tensor in channels_last is enough, and result and gradients have its format."""
+    """If the image or the weight is in channels_last, so are the output and the gradients, as with cuDNN."""
     memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     convolve = nn.functional.conv2d if len(shape) == 4 else nn.functional.conv3d
 

@@ -1,4 +1,4 @@
-"""Blocks that keep their products, and are recomputed in parts: each part is what runs between two products."""
+"""Tests of blocks that keep the outputs of their products and are recomputed in parts, from product to product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 class Block(nn.Module):
-    """Widens, convolves each channel, weighs the channels and narrows again. Batch norms copy their statistics."""
+    """Widens, convolves each channel, weighs the channels and narrows again. A replay copies batch norm statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_tapes_of_inner_modules_do_not_shift_the_numbers_of_ops_of_outer_ones():
 def test_blocks_in_parts_fit_where_checkpoints_would_run_products_again():
     graph = what_if(work_of(4))
     _, curve = units(graph)
-    op_ns = [int(op.name in PRODUCT_NAMES) for op in graph.ops]  # the cost of a plan is the number of products again
+    op_ns = [int(op.name in PRODUCT_NAMES) for op in graph.ops]  # a plan costs 1 ns per product that runs again
     checkpoints, all_units = (
         milp.Search(units_of(graph, op_ns, granularity_bytes=1, kinds=kinds).problem)
         for kinds in ((Checkpoint,), (Checkpoint, Replay))

@@ -180,7 +180,7 @@ def test_what_is_replayed_are_the_ancestors_of_what_was_saved(build):
 def test_nothing_is_cut_where_modules_do_the_work():
     graph = what_if(work_of(Stack(4)))
     segments = [call for call in with_segments(graph).calls if call.segment is not None]
-    assert not any(call.split_points for call in segments)  # blocks are divided behind products only
+    assert not any(call.split_points for call in segments)  # blocks are divided only after products
 
 
 def smallest(model: nn.Module, *kinds) -> int:

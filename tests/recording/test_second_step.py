@@ -30,7 +30,7 @@ def recorded(model, decisions=(), *, loss_fn=mean_square, batch=BATCH, **options
 
 @pytest.fixture
 def as_library(monkeypatch):
-    """Takes the models of this file for those of a library, whose second step may get copies."""
+    """Treats the models of this file as models of a library, whose second step may get copied gradients."""
     monkeypatch.setattr("planner.rewrite.rehearse.runs_own_code", lambda workload: False)
 
 

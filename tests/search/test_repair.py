@@ -1,4 +1,4 @@
-"""The greedy search for a selection within the budget has limits of time and of conditions."""
+"""The greedy search for a selection within the budget is limited in its time and in the number of conditions."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def tensors_at_one_event(sizes_bytes: list[int], cost_ns: list[int]) -> Checkpoi
 
 @pytest.mark.parametrize(("seconds_per_look", "moves"), [(0.0, 20), (1.0, 3), (10.0, 0)])
 def test_a_search_ends_when_its_time_is_up(seconds_per_look, moves, monkeypatch):
-    """Each look at the clock takes the given time, the first one of which begins the search."""
+    """Each look at the clock takes the given time. The search begins with the first look."""
     clock = itertools.count(0.0, seconds_per_look)
     monkeypatch.setattr(repair, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     assert len(descended(tensors_at_one_event([512] * 20, [1] * 20), moves=20)) == moves
 
 
 def test_a_move_looks_at_the_largest_of_many_conditions():
-    """The smallest tensors would free the most bytes per nanosecond, and are left out, because there are too many."""
+    """The smallest tensors would free the most bytes per ns, but there are too many tensors, so they are left out."""
     small, large = 50, repair._MOST_CONDITIONS
     sizes_bytes = [512 * (unit + 1) for unit in range(small + large)]
     problem = tensors_at_one_event(sizes_bytes, [0] * small + [10**9] * large)

@@ -106,7 +106,7 @@ def _recorded(
         work.model,
         batch,
         prepare,
-        runs_own_code=not virtual,  # second steps get copies of gradients, which the real steps compute
+        runs_own_code=not virtual,  # rehearsed second steps get copied gradients; real steps compute them
         steps=STEPS,
         primed=False,
         micro_batch_sizes=(work.batch_size,),

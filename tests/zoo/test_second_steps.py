@@ -1,4 +1,4 @@
-"""For each model of the table: a second step with copied gradients is recorded like one that computes them."""
+"""For each model of the table, a second step with copied gradients is recorded like one that computes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPUTED = {
     "a hook runs in backward": "full backward hook",
     "the forward reads the number of batches": "batch norm, cumulative",
 }
-"""By the reason, names of the models whose second step computes its gradients."""
+"""Names of the models whose second step computes its gradients, by the reason for it."""
 
 
 @pytest.mark.parametrize("entry", [pytest.param(each, id=each.name) for each in ENTRIES if each.refused is None])

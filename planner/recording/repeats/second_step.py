@@ -1,13 +1,14 @@
 """Puts the gradients of the first recorded step into the second one, instead of computing them again.
 
-The second of two steps runs the same forwards and backwards as the first one if it begins like it: with the same
-storages (apart from the optimizer state, which the first update makes), the same numbers and text in the attributes of
-modules, the same known values in buffers, and the same random state of the host. It then gets a copy of what was
-recorded. Only its update is run, which differs from the first one because the optimizer state exists.
+The second of two steps runs the same forwards and backwards as the first one if both begin in the same state: with the
+same storages (apart from the optimizer state, which the first update makes), the same numbers and text in the
+attributes of modules, the same known values in buffers, and the same random state of the host. Then the forwards and
+backwards that were recorded in the first step are copied into the second one, and only the second update is run. It
+differs from the first update because the optimizer state already exists.
 
-The user's own code can depend on anything, so only steps without such code get copies: those of transformers models
-that the planner has made from a config. A test compares the copies with computed gradients for all models of the zoo
-(`tests/zoo/test_second_steps.py`).
+The user's own code may depend on state that is not compared. So copies are made only for steps without such code, which
+are the steps of transformers models that the planner has built from a config. `tests/zoo/test_second_steps.py` compares
+recordings with copied gradients to recordings with computed gradients, for all models of `tests/zoo`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class StepWithRepeatedGradients:
     Args:
         step: the step.
         recorder: the active recorder of the rehearsal, which makes a plain recording.
-        model: a model without the user's own code. If hooks run in backward, both calls compute gradients.
+        model: a model without the user's own code. If it has hooks that run in backward, both calls compute gradients.
     """
 
     def __init__(self, step: StepInParts, recorder: Recorder, model: torch.nn.Module) -> None:
@@ -103,7 +104,7 @@ class StepWithRepeatedGradients:
         del loss  # here, as the user's loop frees it after the update
 
     def _state(self) -> tuple[object, ...]:
-        """Returns all but the values of parameters that the forwards may read, so that it can be compared."""
+        """Returns the state that the forwards may read, except the values of parameters, so that it can be compared."""
         values = [
             self._value_of_buffer(name, module, buffer)
             for module in self._model.modules()

@@ -159,7 +159,7 @@ def test_a_result_that_is_changed_in_place_is_computed_again_whatever_its_number
 
 
 class Experts(nn.Module):
-    """Four experts with two layers, each of which is one product for all experts, as in transformers."""
+    """Four experts with two layers. Each layer is one product for all experts, as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()
