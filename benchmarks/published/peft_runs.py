@@ -166,7 +166,7 @@ def program(device: torch.device, result: dict[str, Any], tokens: int) -> None:
     optimizer = optimizer_of(result, model)
     held = None
     for _ in range(STEPS):
-        held = train_step(model, optimizer, tokens, device, result)  # noqa: F841
+        held = train_step(model, optimizer, tokens, device, result)  # noqa: F841 (alive until the next step)
     torch.zeros(1, device=device)  # the moment at which the memory is read
 
 
