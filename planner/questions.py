@@ -108,15 +108,15 @@ def _largest_batch(
         # is found, continue with larger sizes.
         if too_many <= _MOST_SAMPLES and not needs.does_not_fit(too_many):
             continue
-        plan = pipeline.plan_workload(
-            build(max(samples, needs.least)), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch
-        )
-        if plan.fits or samples < needs.least:
+        if samples < needs.least:
+            return pipeline.plan_workload(
+                build(needs.least), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch
+            )
+        plan = plan_that_fits(build(samples), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        if plan is not None:
             break
         # No plan was found at this size, although it was predicted to fit: record that, and continue with smaller ones.
-        needs.correct(samples, max(plan.peak.total_bytes, usable_bytes + 1))
-    if not plan.fits:
-        return plan
+        needs.correct(samples, usable_bytes + 1)
     more = f"{too_many:,} do not" if too_many <= _MOST_SAMPLES else "more were not tried"
     return _noted(plan, f"largest batch without accumulation: {_fitting(samples)}, {more}")
 

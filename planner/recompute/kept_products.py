@@ -41,6 +41,9 @@ that keeps only some products is offered if the least dense of them is at least 
 of the others.
 """
 
+_MOST_DROPS = 4
+"""Maximum number of choices that keep only some products."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
@@ -162,10 +165,8 @@ class Keepable:
         }
         ordered = sorted(numbers, key=lambda number: (-density[number], number))
         drops = [density[denser] / max(density[sparser], 1e-9) for denser, sparser in itertools.pairwise(ordered)]
-        alternatives = [tuple(sorted(ordered))]
-        if drops and (steepest := max(drops)) > _MIN_DENSITY_DROP:
-            alternatives.append(tuple(sorted(ordered[: drops.index(steepest) + 1])))
-        return alternatives
+        steep = sorted((n for n, drop in enumerate(drops) if drop > _MIN_DENSITY_DROP), key=lambda n: (-drops[n], n))
+        return [tuple(sorted(ordered)), *(tuple(sorted(ordered[: number + 1])) for number in steep[:_MOST_DROPS])]
 
     def _bytes(self, op: int) -> int:
         return sum(self._sizes[storage] for storage in self._graph.ops[op].outputs)

@@ -9,6 +9,7 @@ segment has many small ops, its kernels wait for the host, and the step becomes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from bisect import bisect
 from collections import defaultdict
@@ -78,49 +79,36 @@ class Replays:
         Returns:
             The cost; None if the replay would free nothing, or if a tensor that the ops read is overwritten later.
         """
-        graph, numbered = self._graph, self.ops_of(index)
-        # 1. The tensors that the segment makes and saves. None of them is held in the forward. A save that autograd
-        #    releases before the segment ends is not made again, although other saves of its storage may be.
-        ops = [op for op in numbered if op not in kept.ops]
+        graph, numbered, kept_ops = self._graph, self.ops_of(index), frozenset(kept.ops)
+        # 1. The tensors that the segment makes and saves. None of them is held in the forward.
+        ops = [op for op in numbered if op not in kept_ops]
         made = self._made(ops)
-        end = graph.calls[index].end
         made_saves = [(storage, save) for storage, save in self._saves[index] if storage in made]
-        saves = [(storage, save) for storage, save in made_saves if save.release is None or save.release > end]
-        # 2. The parts, each with its ops and the tensors that autograd saved for these ops.
-        first = self._segments[index][0]
-        bounds = [0, *(point - first for point in split_points), len(numbered)]
-        ticks = [graph.ops[op].tick for op in numbered]
-        part_of = {save.pack: bisect(split_points, first + position_of(save, ticks)) for _, save in saves}
-        parts = [
-            _Part(
-                ops=[op for op in numbered[start:stop] if op not in kept.ops],
-                saves=[(storage, save) for storage, save in saves if part_of[save.pack] == number],
-            )
-            for number, (start, stop) in enumerate(itertools.pairwise(bounds))
-        ]
+        # 2. The parts, each with the tensors that are made again.
+        parts = self._parts(index, kept_ops, split_points)
+        saves = [entry for part in parts for entry in part.saves]
         if not saves or any(save.again is not None for _, save in saves):  # a tape replays for one backward only
             return None
         # 3. The ops that have to run again. A replay is wrong if a tensor that they read is overwritten after the first
-        #    read, or if a tensor that one part hands to another is overwritten at all.
-        self._trace(parts)
+        #    read, or if a part overwrites a tensor that an earlier part hands to it: the replay would write to a copy.
         program = [op for part in parts for op in sorted({*part.to_make, *part.to_pass})]
         starts = self._first_reads(program, made)
         if any(tick >= starts[storage] for storage in starts for tick in self._writes[storage]):
             return None
-        if split_points and any(self._writes[storage] for part in parts for storage in part.crossing):
+        if any(tick >= part.start for part in parts for storage in part.crossing for tick in self._writes[storage]):
             return None
         # 4. Tensors that are held: those that the replay reads and that were made before the segment, until the last
         #    release; other tensors that the segment reads, until its end; outputs of kept products, from their birth.
         release = max(graph.ticks if save.release is None else save.release for _, save in saves)
         births = {storage: graph.storages[storage].lives[0][0] for storage in kept.storages}
         held = [
-            (storage, tick, release if storage in starts else end)
+            (storage, tick, release if storage in starts else graph.calls[index].end)
             for storage, tick in (self._first_reads(ops, made) | births).items()
             if graph.storages[storage].op is not None
         ]
         # 5. Time, peaks and further holds, found by simulating the replays.
         run = _Run(self, parts, release)
-        backs = {save.pack: parts[part_of[save.pack]].back for _, save in saves}
+        backs = {save.pack: part.back for part in parts for _, save in part.saves}
         return Rerun(
             backs={save.pack: graph.ticks if (b := backs.get(save.pack)) is None else b for _, save in made_saves},
             frees=frozenset(storage for storage, _ in made_saves),
@@ -129,6 +117,26 @@ class Replays:
             cost_ns=run.cost_ns + self._recording_ns(numbered),
             peaks=tuple(run.peaks),
         )
+
+    def _parts(self, index: int, kept_ops: frozenset[int], split_points: tuple[int, ...]) -> list[_Part]:
+        """Returns the parts of a segment, each with its ops and the tensors that autograd saved for these ops.
+
+        A save that autograd releases before the segment ends is not made again, although other saves of its storage
+        may be.
+        """
+        graph, numbered, first = self._graph, self.ops_of(index), self._segments[index][0]
+        ticks = [graph.ops[op].tick for op in numbered]
+        bounds = [0, *(point - first for point in split_points), len(numbered)]
+        parts = [
+            _Part(start=ticks[start], ops=[op for op in numbered[start:stop] if op not in kept_ops])
+            for start, stop in itertools.pairwise(bounds)
+        ]
+        made = self._made([op for part in parts for op in part.ops])
+        for storage, save in self._saves[index]:
+            if storage in made and (save.release is None or save.release > graph.calls[index].end):
+                parts[bisect(split_points, first + position_of(save, ticks))].saves.append((storage, save))
+        self._trace(parts)
+        return parts
 
     def _trace(self, parts: list[_Part]) -> None:
         """Sets `to_make`, `to_pass` and `crossing` of every part, from the last part to the first."""
@@ -188,7 +196,8 @@ class Replays:
         Returns:
             The storages in `to_keep` that are alive at the end, and the largest number of bytes alive at once.
         """
-        last_use = {s: op for op in program for s in (*self._graph.ops[op].inputs, *self._graph.ops[op].outputs)}
+        touched = {op: (*self._graph.ops[op].inputs, *self._graph.ops[op].outputs) for op in program}
+        last_use = {storage: op for op in program for storage in touched[op]}
         values = {storage for storage in values if storage in last_use or storage in to_keep}
         alive = highest = sum(self._sizes[storage] for storage in values)
         for op in program:
@@ -196,7 +205,7 @@ class Replays:
             alive += sum(self._sizes[storage] for storage in born)
             highest = max(highest, alive + self._statistics_bytes(op))
             values |= born
-            over = {s for s in values if s not in to_keep and last_use.get(s, op) == op}
+            over = {s for s in (*touched[op], *born) if last_use.get(s, op) == op and s not in to_keep} & values
             alive -= sum(self._sizes[storage] for storage in over)
             values -= over
         return values, highest
@@ -214,12 +223,15 @@ class Replays:
         return sum(max(0, _RECORDED_LAUNCHES * self._launch_ns - self._op_ns[op]) for op in ops)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass
 class _Part:
     """One part of a divided segment; an undivided segment is a single part."""
 
+    start: int
+    """Tick at which the part begins in the forward."""
     ops: list[int]
-    saves: list[tuple[int, Save]]
+    """The ops that it runs, without those whose outputs are kept."""
+    saves: list[tuple[int, Save]] = dataclasses.field(default_factory=list)
     """(storage, save) of each tensor that autograd saved for an op of this part."""
     to_make: list[int] = dataclasses.field(default_factory=list)
     """Ops of this part that lead to the tensors saved in this part; they run when this part is replayed."""
@@ -228,12 +240,12 @@ class _Part:
     crossing: set[int] = dataclasses.field(default_factory=set)
     """Storages that earlier parts make, and that this part or a later part reads."""
 
-    @property
+    @functools.cached_property
     def wanted(self) -> set[int]:
         """Storages of this part that hold tensors saved for backward."""
         return {storage for storage, _ in self.saves}
 
-    @property
+    @functools.cached_property
     def back(self) -> int | None:
         """Tick at which backward first reads a tensor that this part saved; None if it reads none."""
         return min((save.unpack for _, save in self.saves if save.unpack is not None), default=None)

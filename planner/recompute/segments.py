@@ -41,6 +41,8 @@ from planner.recording.step_graph import Call, Op, Phase, Save, StepGraph
 
 _MIN_SEGMENT_SHARE = 1 / 100
 """Minimum fraction of all saved bytes that a segment must save for being cut into halves."""
+_LEVELS = 3
+"""Levels of halving that become segments, of a forward that calls many submodules."""
 _GOOD_CUT = 1.2
 """Maximum ratio of the bytes that cross a cut to the bytes that cross the segment's cheapest cut.
 
@@ -167,7 +169,8 @@ class _Cuts:
             until = saved_bytes.until(ticks)
             self._saved[1:] = np.append(until[1:], saved_bytes.total) - until[0]
         self._least = _MIN_SEGMENT_SHARE * saved_bytes.total
-        self._allowed = self._minima() - self._inside_submodules(inner, ticks)
+        self._calls = {tuple(np.searchsorted(ticks, [call.start, call.end])) for call in inner}
+        self._allowed = self._minima() - self._inside_submodules()
 
     def segments(self) -> tuple[Segment, ...]:
         """All segments; a segment comes before the segments inside of it.
@@ -185,8 +188,12 @@ class _Cuts:
     def divided_segments(self) -> tuple[Segment, ...]:
         """The whole forward, its halves and its quarters; each may be recomputed only in parts (`only_divided`)."""
         segments: list[Segment] = []
-        self._halve(0, len(self._crossing) - 1, segments, depth=2)
-        return tuple(dataclasses.replace(segment, only_divided=True) for segment in segments if segment.split_points)
+        self._halve(0, len(self._crossing) - 1, segments, depth=_LEVELS)
+        return tuple(
+            dataclasses.replace(segment, only_divided=bool(segment.split_points))
+            for segment in segments
+            if (segment.start, segment.stop) not in self._calls
+        )
 
     def _halve(self, start: int, stop: int, segments: list[Segment], *, depth: int) -> list[int]:
         """Cuts ops [start, stop) into halves recursively.
@@ -203,10 +210,11 @@ class _Cuts:
         if not saved_bytes:
             return []
         position, begins = len(segments), [start]
-        if depth >= 0:
-            segments.append(Segment(start=start, stop=stop, split_points=(), only_divided=False))
         cuts = sorted(cut for cut in self._allowed if start < cut < stop)
-        if cuts and saved_bytes >= self._least:
+        is_cut = bool(cuts) and saved_bytes >= self._least
+        if depth >= 0 or not is_cut:
+            segments.append(Segment(start=start, stop=stop, split_points=(), only_divided=False))
+        if is_cut:
             # Of the cuts that are nearly as cheap as the cheapest one, take the one that halves the saved bytes best.
             least = min(self._crossing[cut] for cut in cuts)
             middle = (self._saved[start] + self._saved[stop]) / 2
@@ -215,7 +223,7 @@ class _Cuts:
             before = self._halve(start, cut, segments, depth=depth - 1)
             after = self._halve(cut, stop, segments, depth=depth - 1)
             begins = [*before, *after]
-        if depth >= 0:
+        if depth >= 0 and is_cut:
             split_points = tuple(begin for begin in begins if begin > start)
             segments[position] = dataclasses.replace(segments[position], split_points=split_points)
         return begins
@@ -229,13 +237,9 @@ class _Cuts:
             if crossing[place] <= crossing[place - 1] and crossing[place] <= crossing[place + 1]
         }
 
-    def _inside_submodules(self, inner: Sequence[Call], ticks: np.ndarray) -> set[int]:
-        """Returns the indices into `ticks` of those ticks that are inside of one of the calls `inner`."""
-        places: set[int] = set()
-        for call in inner:
-            first, last = np.searchsorted(ticks, [call.start, call.end])
-            places.update(range(int(first) + 1, int(last)))
-        return places
+    def _inside_submodules(self) -> set[int]:
+        """Places inside of the calls of submodules."""
+        return {place for first, last in self._calls for place in range(first + 1, last)}
 
 
 def _crossing_bytes(graph: StepGraph, ops: list[int]) -> np.ndarray:

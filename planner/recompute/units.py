@@ -47,7 +47,7 @@ from planner.recompute.replay_cost import Replays
 from planner.recompute.segments import with_segments
 from planner.recompute.windows import Window, windows_of
 from planner.recording.module_calls import NO_REPLAY, WITHOUT_GRADIENTS
-from planner.recording.step_graph import StepGraph, round_up
+from planner.recording.step_graph import Call, StepGraph, round_up
 from planner.search.problem import CheckpointProblem, Recompute, exclusive_units, longest_paths
 
 _MOST_PARTS = 100
@@ -257,19 +257,11 @@ def _choices(
 
     # Recompute: each module or segment with nothing kept, with some products kept, and divided into parts.
     for (module, segment), calls in _candidates(graph, windows, kinds).items():
+        nothing = dict.fromkeys(calls, NOTHING)
         if segment is None:
-            results = keepable.choices({call: windows[call].last_pack for call in calls})
+            choices = [(kept, ()) for kept in (nothing, *keepable.choices({c: windows[c].last_pack for c in calls}))]
         else:
-            results = keepable.choices_among({call: replays.ops_of(call) for call in calls}, first=segment[0])
-        nothing, first = dict.fromkeys(calls, NOTHING), graph.calls[calls[0]]
-        choices: list[tuple[dict[int, Kept], tuple[int, ...]]] = []
-        if not first.only_divided:
-            choices += [(kept, ()) for kept in (nothing, *results)]
-        if first.split_points:
-            choices.append((nothing, first.split_points))
-        if first.only_divided and segment is not None:
-            behind = ((kept, _behind(kept[calls[0]].numbers, segment)) for kept in results)
-            choices += [(kept, split_points) for kept, split_points in behind if 0 < len(split_points) < _MOST_PARTS]
+            choices = _of_segment(graph.calls[calls[0]], segment, calls, keepable, replays)
         for kept, split_points in choices:
             unit = Unit(module=module, segment=segment, kept=kept[calls[0]].numbers, split_points=split_points)
             if segment is not None:
@@ -288,6 +280,23 @@ def _choices(
             if _cost_ns(saved) <= recompute_ns.get(module, math.inf):
                 add(Unit(module=module, segment=None, kept=(), runs_again=False, on_host=True), saved)
     return tuple(units), options
+
+
+def _of_segment(
+    call: Call, segment: tuple[int, int], calls: Sequence[int], keepable: Keepable, replays: Replays
+) -> list[tuple[dict[int, Kept], tuple[int, ...]]]:
+    """Returns the alternatives for a segment: what every call keeps, and where it is divided into parts.
+
+    The segment keeps nothing, or some of its products. It is recomputed as a whole if that is allowed, and in parts:
+    between the calls of submodules, or behind the products that it keeps.
+    """
+    nothing = dict.fromkeys(calls, NOTHING)
+    products = keepable.choices_among({index: replays.ops_of(index) for index in calls}, first=segment[0])
+    behind = [(kept, _behind(kept[calls[0]].numbers, segment)) for kept in products]
+    in_parts = [(kept, points) for kept, points in behind if 0 < len(points) < _MOST_PARTS]
+    if call.split_points:
+        in_parts.append((nothing, call.split_points))
+    return in_parts if call.only_divided else [*((kept, ()) for kept in (nothing, *products)), *in_parts]
 
 
 def _behind(products: Sequence[int], segment: tuple[int, int]) -> tuple[int, ...]:
