@@ -301,4 +301,28 @@ FAULTS = (
         tests=(f"{_BLOCKS}::test_the_host_time_of_a_tape_counts_where_kernels_are_short",),
         why="plans for small models choose segments, which make the step slower than checkpoints would",
     ),
+    Fault(
+        name="segments-write-to-what-they-are-given",
+        path="planner/recompute/replay_cost.py",
+        old="            tick >= part.start for part in parts",
+        new="            tick < 0 for part in parts",
+        tests=(f"{_BLOCKS}::test_no_segment_is_divided_where_the_next_part_writes_to_what_it_is_given",),
+        why="a replay copies a tensor that the next part writes to, and the copy is not in the promise",
+    ),
+    Fault(
+        name="segments-never-hand-on-what-was-written",
+        path="planner/recompute/replay_cost.py",
+        old="            tick >= part.start for part in parts",
+        new="            tick >= 0 for part in parts",
+        tests=(f"{_BLOCKS}::test_segments_span_blocks_whose_last_op_works_in_place",),
+        why="ResNets whose activations work in place get no segment of several blocks, and need more memory",
+    ),
+    Fault(
+        name="segments-without-parts-of-their-own",
+        path="planner/recompute/segments.py",
+        old="        if depth >= 0 or not is_cut:\n",
+        new="        if depth >= 0:\n",
+        tests=(f"{_BLOCKS}::test_parts_between_the_calls_of_submodules_are_segments_of_their_own",),
+        why="a U-Net keeps the concatenated input of every block of the way up",
+    ),
 )

@@ -9,6 +9,7 @@ from torch import nn
 
 from planner.plan_types.recompute_decisions import Checkpoint, Replay
 from planner.recompute.kept_products import PRODUCT_NAMES
+from planner.recompute.segments import ops_in
 from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import StepGraph
 from planner.search import milp
@@ -43,9 +44,58 @@ class Net(nn.Module):
         return self.head(self.body(x).mean((2, 3)))
 
 
-def work_of(blocks: int):
+class InPlace(nn.Module):
+    """A residual block whose addition and activation work in place, as in most ResNets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.last = nn.Conv2d(8, 8, 3, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu_(self.last(self.body(x)).mul(0.5).add_(x))
+
+
+class ChangesInput(nn.Module):
+    """Writes to its input before it uses it, and returns a tensor that autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(8, 8, 3, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.convolution(F.silu(x.add_(1.0))) * 2.0
+
+
+class Concatenates(nn.Module):
+    """Calls blocks with the output of the last block and an earlier one, as the way up of a U-Net does."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(16, 8, 3, 1, 1), nn.SiLU()) for _ in range(blocks))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        earlier = x = self.first(x)
+        for block in self.blocks:
+            x = block(torch.cat((x, earlier), dim=1))
+        return self.head(x.mean((2, 3)))
+
+
+def work_with(module: nn.Module):
     batch = torch.randn(2, 3, 18, 18), torch.zeros(2, dtype=torch.long)
-    return workload(Net(blocks), batch, loss_fn=lambda out, batch: F.cross_entropy(out, batch[1]), optimizer="sgd")
+    return workload(module, batch, loss_fn=lambda out, batch: F.cross_entropy(out, batch[1]), optimizer="sgd")
+
+
+def work_of(blocks: int):
+    return work_with(Net(blocks))
+
+
+def chain_of(kind: type[nn.Module], blocks: int):
+    """Returns the workload of a network of these blocks, with 8 channels."""
+    body = nn.Sequential(nn.Conv2d(3, 8, 3), *(kind() for _ in range(blocks)))
+    return work_with(nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)))
 
 
 def in_parts(found: Units) -> list[int]:
@@ -119,3 +169,54 @@ def test_the_host_time_of_a_tape_counts_where_kernels_are_short():
         else:
             recorded = unit.segment[1] - unit.segment[0]
             assert many_ns == 5 * few_ns + 9 * 100 * recorded
+
+
+def spanning_blocks(found: Units, graph: StepGraph) -> list[int]:
+    """Returns the units of module "0" that are divided into parts and span several calls of its submodules."""
+    outer = next(number for number, call in enumerate(graph.calls) if call.module == "0")
+    longest = max(len(ops_in(graph, number)) for number, call in enumerate(graph.calls) if call.parent == outer)
+    return [
+        number
+        for number, unit in enumerate(found.units)
+        if unit.module == "0" and unit.split_points and unit.segment[1] - unit.segment[0] > longest
+    ]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_segments_span_blocks_whose_last_op_works_in_place(kept):
+    work = chain_of(InPlace, 8)
+    graph = what_if(work)
+    found, curve = units(graph)
+    spanning = [number for number in spanning_blocks(found, graph) if bool(found.units[number].kept) == kept]
+    assert spanning
+    for number in spanning[:4]:
+        rehearsed = plain(work, found.decisions((number,)), card=BARE)
+        assert curve.peak((number,)) == rehearsed.live_bytes().max(), found.units[number]
+
+
+def test_no_segment_is_divided_where_the_next_part_writes_to_what_it_is_given():
+    work = chain_of(ChangesInput, 8)
+    graph = what_if(work)
+    found, curve = units(graph)
+    spanning = spanning_blocks(found, graph)
+    assert spanning
+    assert all(found.units[number].kept for number in spanning)
+    for number in spanning[:4]:
+        rehearsed = plain(work, found.decisions((number,)), card=BARE)
+        assert curve.peak((number,)) == rehearsed.live_bytes().max(), found.units[number]
+
+
+def test_parts_between_the_calls_of_submodules_are_segments_of_their_own():
+    """A concatenation in front of a block belongs to no submodule. A segment of both does not keep its result."""
+    work = work_with(Concatenates(8))
+    found, curve = units(what_if(work))
+    block = next(number for number, unit in enumerate(found.units) if unit.module == "blocks.3" and not unit.kept)
+    nested = {number for path in found.problem.paths if block in path for number in path}
+    (around,) = (
+        number
+        for number in nested
+        if (unit := found.units[number]).segment is not None and not unit.kept and not unit.split_points
+    )
+    assert curve.peak((around,)) < curve.peak((block,)) < curve.peak(())
+    rehearsed = plain(work, found.decisions((around,)), card=BARE)
+    assert curve.peak((around,)) == rehearsed.live_bytes().max()
