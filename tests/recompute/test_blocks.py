@@ -208,7 +208,7 @@ def test_no_segment_is_divided_where_the_next_part_writes_to_what_it_is_given():
 
 def test_parts_between_the_calls_of_submodules_are_segments_of_their_own():
     """A concatenation in front of a block belongs to no submodule. A segment of both does not keep its result."""
-    work = work_with(Concatenates(8))
+    work = work_with(Concatenates(24))
     found, curve = units(what_if(work))
     block = next(number for number, unit in enumerate(found.units) if unit.module == "blocks.3" and not unit.kept)
     nested = {number for path in found.problem.paths if block in path for number in path}
