@@ -272,8 +272,8 @@ FAULTS = (
     Fault(
         name="blocks-are-not-divided-behind-their-products",
         path="planner/recompute/units.py",
-        old="        if first.only_divided and segment is not None:\n",
-        new="        if False:\n",
+        old="    in_parts = [(kept, points) for kept, points in behind if 0 < len(points) < _MOST_PARTS]\n",
+        new="    in_parts = []\n",
         tests=(f"{_BLOCKS}::test_blocks_in_parts_fit_where_checkpoints_would_run_products_again",),
         why="a convolutional network runs products again although the budget allows a plan that runs none again",
     ),
