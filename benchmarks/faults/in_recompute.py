@@ -325,4 +325,12 @@ FAULTS = (
         tests=(f"{_BLOCKS}::test_parts_between_the_calls_of_submodules_are_segments_of_their_own",),
         why="a U-Net keeps the concatenated input of every block of the way up",
     ),
+    Fault(
+        name="segments-report-no-host-time",
+        path="planner/estimate/footprint.py",
+        old=" + tape_time.host_ns(graph, card, decisions),\n",
+        new=",\n",
+        tests=(f"{_BLOCKS}::test_the_step_time_of_a_plan_includes_the_host_time_that_the_search_counted",),
+        why="limits on the step time refuse the plan that the search chose, or show a slow plan as fast",
+    ),
 )

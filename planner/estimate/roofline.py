@@ -77,23 +77,23 @@ def op_times_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> li
     An op of a micro-batch that stands for several counts once for each of them. If the graph has several steps, only
     the ops of the last step count, or the mean of the steps that repeat; the time of all other ops is 0.
     """
-    counts, period = _counts(graph, micro_batches), graph.schedule.period
-    return [op_ns(op, card) * count // period for op, count in zip(graph.ops, counts, strict=True)]
+    runs, period = counts(graph, micro_batches), graph.schedule.period
+    return [op_ns(op, card) * count // period for op, count in zip(graph.ops, runs, strict=True)]
 
 
 def step_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> int:
     """Returns the time of one training step in nanoseconds, with the time for which it waits for other cards."""
     times = op_times_ns(graph, card, micro_batches)
-    return sum(times) + exposed_ns(graph, card, times, _counts(graph, micro_batches))
+    return sum(times) + exposed_ns(graph, card, times, counts(graph, micro_batches))
 
 
 def step_flops(graph: StepGraph, micro_batches: int) -> int:
     """Returns the number of floating point operations of one training step, recomputation included."""
-    counts = _counts(graph, micro_batches)
-    return sum(op.flops * count for op, count in zip(graph.ops, counts, strict=True)) // graph.schedule.period
+    runs = counts(graph, micro_batches)
+    return sum(op.flops * count for op, count in zip(graph.ops, runs, strict=True)) // graph.schedule.period
 
 
-def _counts(graph: StepGraph, micro_batches: int) -> list[int]:
+def counts(graph: StepGraph, micro_batches: int) -> list[int]:
     """Returns, for each op of the graph, how often it runs in one training step, or in the steps that repeat.
 
     The count is taken from the last step that was recorded, or from the last ones that repeat: an op of a forward or

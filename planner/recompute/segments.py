@@ -39,8 +39,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.recompute.divided_calls import blocks, calls_with_many_calls, long_calls
-from planner.recording.module_calls import WITHOUT_GRADIENTS
-from planner.recording.step_graph import Call, Op, Phase, Save, StepGraph
+from planner.recording.module_calls import WITHOUT_GRADIENTS, ops_in
+from planner.recording.step_graph import Call, Save, StepGraph
 
 _MIN_SEGMENT_SHARE = 1 / 100
 """Minimum fraction of all saved bytes that a segment must save for being cut into halves."""
@@ -93,21 +93,6 @@ def with_segments(graph: StepGraph) -> StepGraph:
             cuts = _Cuts(graph, ops_of[first], [graph.calls[inner] for inner in inner_calls[first]], saved_bytes)
             segments |= dict.fromkeys(calls, cuts.segments() if first in long else cuts.divided_segments())
     return _with_calls(graph, ops_of, segments) if any(segments.values()) else graph
-
-
-def ops_in(graph: StepGraph, call: int) -> list[int]:
-    """Returns the indices of a call's ops that make or change a storage, in execution order.
-
-    The number of an op in a segment is its position in this list.
-    """
-    ops = graph.ops
-    first = bisect(ops, graph.calls[call].start, key=_tick_of)
-    last = bisect_left(ops, graph.calls[call].end, lo=first, key=_tick_of)
-    return [index for index in range(first, last) if ops[index].phase is Phase.FORWARD and ops[index].makes_or_changes]
-
-
-def _tick_of(op: Op) -> int:
-    return op.tick
 
 
 def position_of(save: Save, ticks: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from planner.recording.module_state import attributes_of, changed_state, is_compiled, module_state
-from planner.recording.step_graph import Call
+from planner.recording.step_graph import Call, Op, Phase, StepGraph
 from planner.recording.storage_table import StorageTable, local_part
 
 # Obstacles: reasons why a call must not be run twice. "It" is the module.
@@ -188,3 +189,18 @@ def _divides_modules() -> bool:
 def _is_unit(module: torch.nn.Module) -> bool:
     """True if FSDP2 gathers the parameters of the module before each forward, by one hook before and one after it."""
     return hasattr(module, "_get_fsdp_state")
+
+
+def ops_in(graph: StepGraph, call: int) -> list[int]:
+    """Returns the indices of a call's ops that make or change a storage, in execution order.
+
+    The number of an op in a segment is its position in this list.
+    """
+    ops = graph.ops
+    first = bisect(ops, graph.calls[call].start, key=_tick_of)
+    last = bisect_left(ops, graph.calls[call].end, lo=first, key=_tick_of)
+    return [index for index in range(first, last) if ops[index].phase is Phase.FORWARD and ops[index].makes_or_changes]
+
+
+def _tick_of(op: Op) -> int:
+    return op.tick

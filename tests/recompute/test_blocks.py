@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from planner.estimate.footprint import measure
+from planner.estimate.roofline import op_times_ns
 from planner.plan_types.recompute_decisions import Checkpoint, Replay
 from planner.recompute.kept_products import PRODUCT_NAMES
-from planner.recompute.segments import ops_in
 from planner.recompute.units import Units, units_of
+from planner.recording.module_calls import ops_in
 from planner.recording.step_graph import StepGraph
 from planner.search import milp
 from planner.workload.workload import workload
@@ -158,8 +162,20 @@ def test_blocks_in_parts_fit_where_checkpoints_would_run_products_again():
     assert all_units.solve(budget_bytes).cost_ns == 0
 
 
+def test_the_step_time_of_a_plan_includes_the_host_time_that_the_search_counted():
+    """The report and the search must measure time alike. Otherwise limits on the step time refuse what was chosen."""
+    work, card = work_with(Concatenates(10)), dataclasses.replace(BARE, launch_ns=3_000)
+    graph, baseline = what_if(work, card=card), measure(plain(work, card=card), card, vram_bytes=None)
+    found = units_of(graph, op_times_ns(graph, card, 1), granularity_bytes=1, launch_ns=card.launch_ns)
+    for number in range(0, len(found.units), 7):
+        decisions = found.decisions((number,))
+        rehearsed = measure(plain(work, decisions, card=card), card, vram_bytes=None, decisions=decisions)
+        longer_ns = rehearsed.footprint.step_ns - baseline.footprint.step_ns
+        assert found.problem.cost_ns[number] == longer_ns, found.units[number]
+
+
 def test_the_host_time_of_a_tape_counts_where_kernels_are_short():
-    graph = what_if(work_of(2))
+    graph = what_if(work_with(Concatenates(8)))
     op_ns = [100] * len(graph.ops)
     quick, slow = (units_of(graph, op_ns, granularity_bytes=1, launch_ns=launch_ns) for launch_ns in (1, 100))
     assert [unit.kept for unit in quick.units] == [unit.kept for unit in slow.units]
