@@ -12,10 +12,20 @@ FAULTS = (
     Fault(
         name="workspaces-depthwise-on-tensor-cores",
         path="planner/estimate/roofline.py",
-        old='"fp32" if is_depthwise or op.dtype',
-        new='"fp32" if op.dtype',
+        old="kernels is Kernels.DEPTHWISE and dtype in AUTOCAST_DTYPES",
+        new="kernels is Kernels.DEPTHWISE and dtype in ()",
         tests=("tests/estimate/test_roofline.py::test_depthwise_kernels_run_without_tensor_cores",),
         why="PyTorch's kernels for depthwise convolutions are predicted to run at the rate of tensor cores",
+    ),
+    Fault(
+        name="workspaces-time-of-convolutions-without-tf32",
+        path="planner/estimate/roofline.py",
+        old="and op.kernel.settings.allow_tf32",
+        new="and not op.kernel.settings.allow_tf32",
+        tests=(
+            "tests/estimate/test_roofline.py::test_convolutions_in_fp32_have_the_rate_of_tf32_if_pytorch_allows_it",
+        ),
+        why="convolutions in fp32 are predicted without TF32, which PyTorch allows by default",
     ),
     Fault(
         name="workspaces-copies-between-layers-in-channels-last",
