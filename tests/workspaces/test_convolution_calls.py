@@ -164,6 +164,48 @@ def test_depthwise_convolutions_run_on_kernels_of_pytorch_except_in_channels_las
     assert kernels_of(grouped) is Kernels.CUDNN and placed_of(grouped)[0].taken.shape.groups == 32
 
 
+def strided(given: Layout) -> Layout:
+    """Returns the layout of a tensor whose last two dimensions are transposed."""
+    *shape, height, width = given.shape
+    swapped = strides((*shape, width, height), channels_last=False)
+    return dataclasses.replace(given, stride=(*swapped[:-2], swapped[-1], swapped[-2]))
+
+
+def test_depthwise_kernels_of_pytorch_read_contiguous_copies():
+    """DepthwiseConv2d.cu: `expect_contiguous` of the image, of the weight and of the output's gradient."""
+    image, weight, gradient = layout(8, 64, 20, 30), layout(64, 1, 3, 5), layout(8, 64, 18, 26)
+    assert asked(forward(image, weight, groups=64)) == asked(backward(image, weight, gradient, groups=64)) == []
+    image, weight, gradient = strided(image), strided(weight), strided(gradient)
+    x, w, g = (f"copy {each.nbytes}" for each in (image, weight, gradient))
+    assert asked(forward(image, weight, groups=64)) == [(x, 0, 1), (w, 0, 1)]
+    assert asked(backward(image, weight, gradient, groups=64)) == [(g, 0, 2), (x, 0, 0), (w, 2, 2)]
+    assert asked(backward(image, weight, gradient, (False, True, True), groups=64)) == [(g, 0, 1), (x, 0, 1)]
+    assert asked(backward(image, weight, gradient, (True, False, True), groups=64)) == [(g, 0, 1), (w, 1, 1)]
+    assert asked(backward(image, weight, gradient, (False, False, True), groups=64)) == []
+
+
+def test_depthwise_kernels_for_volumes_copy_after_both_gradients():
+    """DepthwiseConv3d.cu: `conv_depthwise3d_backward_cuda` begins with `at::empty` of both gradients."""
+    image, weight, gradient = (strided(layout(*shape)) for shape in ((2, 8, 9, 9, 7), (8, 1, 3, 3, 2), (2, 8, 7, 7, 6)))
+    x, w, g = (f"copy {each.nbytes}" for each in (image, weight, gradient))
+    assert asked(forward(image, weight, groups=8)) == [(x, 0, 1), (w, 0, 1)]
+    assert asked(backward(image, weight, gradient, groups=8)) == [(g, 2, 2), (x, 2, 2), (w, 2, 2)]
+
+
+@pytest.mark.parametrize(("groups", "kernels"), [(64, Kernels.DEPTHWISE), (1, Kernels.CUDNN)])
+def test_a_sequence_with_the_channels_last_is_copied_also_if_the_weight_is_frozen(groups, kernels):
+    """Convolution.cpp: `input = input.contiguous()` for each one-dimensional image, in forward and backward."""
+    sequence = strided(layout(8, 64, 100))
+    weight, gradient = layout(64, 64 // groups, 5), layout(8, 64, 96)
+    for call, outputs in (
+        (forward(sequence, weight, output=gradient, groups=groups), 1),
+        (backward(sequence, weight, gradient, groups=groups), 2),
+        (backward(sequence, weight, gradient, (True, False, False), groups=groups), 1),
+    ):
+        assert kernels_of(call) is kernels
+        assert [each for each in asked(call) if "copy" in each[0]] == [(f"copy {sequence.nbytes}", 0, outputs)]
+
+
 def test_other_numbers_and_empty_batches_ask_nothing():
     assert kernels_of(forward(layout(1, 2, 8, 8, dtype="complex64"), layout(2, 2, 3, 3, dtype="complex64"))) is (
         Kernels.OTHER

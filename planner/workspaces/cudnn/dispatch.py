@@ -1,7 +1,8 @@
 """Which kernels PyTorch runs for a convolution, what it asks of cuDNN, and which copies of tensors it makes.
 
 Sources, in aten/src/ATen/native: Convolution.cpp (`_select_conv_backend`, `use_cudnn`, `use_cudnn_depthwise`,
-`check_cudnn_depthwise_workload_with_filter`, `convolution_backward`) and cudnn/ConvShared.cpp.
+`check_cudnn_depthwise_workload_with_filter`, `convolution_backward`), cudnn/ConvShared.cpp, cuda/DepthwiseConv2d.cu
+and cuda/DepthwiseConv3d.cu.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Kernels(enum.Enum):
     """The kernels that PyTorch chooses between."""
 
     CUDNN = "cuDNN"
-    DEPTHWISE = "PyTorch's kernels for depthwise convolutions, which take no scratch memory"
+    DEPTHWISE = "PyTorch's kernels for depthwise convolutions, which take no scratch memory but copies of tensors"
     OTHER = "PyTorch's kernels for what cuDNN does not run, with scratch memory that is not known"
 
 
@@ -78,9 +79,14 @@ def placed_of(call: KernelCall) -> list[Placed]:
 
     The scratch memory of the sum that gives the gradient of a bias is not in the list.
     """
-    if call.tensor("input").numel == 0 or kernels_of(call) is not Kernels.CUDNN:
+    kernels = kernels_of(call)
+    if call.tensor("input").numel == 0 or kernels is Kernels.OTHER:
         return []
-    return list(_backward(call) if "grad_output" in call.arguments else _forward(call))
+    forward, backward = {
+        Kernels.CUDNN: (_forward, _backward),
+        Kernels.DEPTHWISE: (_depthwise_forward, _depthwise_backward),
+    }[kernels]
+    return list(backward(call) if "grad_output" in call.arguments else forward(call))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,17 +180,17 @@ def _image_of_transposed(call: KernelCall) -> Layout:
     return in_two_dimensions(output) if len(output.shape) == 3 else output
 
 
-def _copies_of_input(call: KernelCall, x: Layout, last: int, *, channels_last: bool) -> Iterator[Placed]:
-    """Yields the copy of a one-dimensional image that is not contiguous, and that of `x`, the image for cuDNN."""
+def _copy_in_one_dimension(call: KernelCall, last: int) -> Iterator[Placed]:
+    """Yields the contiguous copy that PyTorch makes of a one-dimensional image before it chooses the kernels."""
     if len((given := call.tensor("input")).shape) == 3:
         yield from _copy(given, 0, last, channels_last=False)
-    yield from _copy(x, 0, last, channels_last=channels_last)
 
 
 def _forward(call: KernelCall) -> Iterator[Placed]:
     x, w, options = _inputs(call)
     channels_last = convolves_channels_last(x, w)
-    yield from _copies_of_input(call, x, 1, channels_last=channels_last)
+    yield from _copy_in_one_dimension(call, 1)
+    yield from _copy(x, 0, 1, channels_last=channels_last)
     yield from _copy(w, 1, 1, channels_last=channels_last)
     if options.transposed:
         image = _image_of_transposed(call)
@@ -193,20 +199,25 @@ def _forward(call: KernelCall) -> Iterator[Placed]:
         yield Placed(options.asked(FORWARD, x=x, w=w, channels_last=channels_last), 1, 1)
 
 
+def _gradients(call: KernelCall) -> tuple[Layout, bool, bool]:
+    """Returns the gradient of the output, and whether the gradients of the input and of the weight are computed."""
+    gradient = call.tensor("grad_output")
+    of_input, of_weight = call.arguments["output_mask"][:2]
+    return in_two_dimensions(gradient) if len(gradient.shape) == 3 else gradient, of_input, of_weight
+
+
 def _backward(call: KernelCall) -> Iterator[Placed]:
     """Yields the copies for both gradients, then the input's gradient with what it takes, then the weight's."""
     x, w, options = _inputs(call)
-    gradient = call.tensor("grad_output")
-    if len(gradient.shape) == 3:
-        gradient = in_two_dimensions(gradient)
-    of_input, of_weight = call.arguments["output_mask"][:2]
+    gradient, of_input, of_weight = _gradients(call)
     last = int(of_input) + int(of_weight)
     if not last:
         return
     # 1. Copies that both gradients use, made before either of them.
+    yield from _copy_in_one_dimension(call, last)
     if of_weight:
         channels_last = convolves_channels_last(x, w)
-        yield from _copies_of_input(call, x, last, channels_last=channels_last)
+        yield from _copy(x, 0, last, channels_last=channels_last)
         x = contiguous(x, channels_last=channels_last)
     channels_last = suggests_channels_last(x)
     yield from _copy(gradient, 0, last, channels_last=channels_last)
@@ -223,3 +234,32 @@ def _backward(call: KernelCall) -> Iterator[Placed]:
         channels_last = convolves_channels_last(x, gradient)
         image = gradient if options.transposed else x
         yield Placed(options.asked(GRAD_WEIGHT, x=image, w=w, channels_last=channels_last), last, last)
+
+
+def _depthwise_forward(call: KernelCall) -> Iterator[Placed]:
+    x, w, _ = _inputs(call)
+    yield from _copy_in_one_dimension(call, 1)
+    yield from _copy(x, 0, 1, channels_last=False)
+    yield from _copy(w, 0, 1, channels_last=False)
+
+
+def _depthwise_backward(call: KernelCall) -> Iterator[Placed]:
+    """Yields the contiguous copies that PyTorch's depthwise kernels read.
+
+    In two dimensions, the weight's gradient is computed first, and the copy of the image is freed before the input's
+    gradient is allocated. Recordings name the input's gradient first, so the copy ends before the first output. In
+    three dimensions, both gradients are allocated before the copies.
+    """
+    x, w, _ = _inputs(call)
+    gradient, of_input, of_weight = _gradients(call)
+    last = int(of_input) + int(of_weight)
+    if not last:
+        return
+    is_volume = len(x.shape) == 5
+    yield from _copy_in_one_dimension(call, last)
+    yield from _copy(gradient, last if is_volume else 0, last, channels_last=False)
+    if of_weight:
+        end = last if is_volume or not of_input else 0
+        yield from _copy(x, last if is_volume else 0, end, channels_last=False)
+    if of_input:
+        yield from _copy(w, last, last, channels_last=False)
