@@ -30,8 +30,8 @@ FAULTS = (
     Fault(
         name="workspaces-copies-between-layers-in-channels-last",
         path="planner/virtual_gpu/kernels.py",
-        old="            if (suggested := suggest_memory_format(tensor)) is not torch.contiguous_format:\n",
-        new="            if (suggested := suggest_memory_format(tensor)) is torch.contiguous_format:\n",
+        old="    if not results_in_channels_last(call):\n",
+        new="    if results_in_channels_last(call):\n",
         tests=(
             "tests/estimate/test_convolution_workspaces.py"
             "::test_layers_in_channels_last_hand_on_their_format_and_copy_nothing",

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.values.data_dependence import DataDependence
+from planner.virtual_gpu.values.kernel_calls import kernel_call
+from planner.workspaces.cudnn.dispatch import results_in_channels_last
+from planner.workspaces.registry import KernelCall
 
 Made = tuple[Any, list[torch.Tensor]]
 """(result of an op, its scratch tensors)."""
@@ -27,8 +29,6 @@ _ONLY_ON_CUDA: set[torch._ops.OpOverload] = set()
 
 _aten = torch.ops.aten
 
-_CONVOLVED_BY_CUDNN = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that cuDNN convolves in any memory format. Convolutions in fp64 run in the contiguous format."""
 ASSUMED_LENGTHS = "all inputs and targets of ctc_loss have full length"
 
 
@@ -83,41 +83,28 @@ def _reduced_in_full_storage(
     return full.as_strided(out.shape, out.stride(), 0), []
 
 
-@cuda_kernel(_aten.convolution.default)
-def _convolution(
-    dependence: DataDependence, op: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
-) -> Made:
+@cuda_kernel(_aten.convolution.default, only_on_cuda=True)
+def _convolution(dependence: DataDependence, op: Any, *args: Any, **kwargs: Any) -> Made:
     """Allocates the output of a convolution (Convolution.cpp). The output of the fake kernel is always contiguous."""
-    out = op(input, weight, *args, **kwargs)
-    return _in_memory_format(out, _format_of_convolution(input, weight)), []
+    out = op(*args, **kwargs)
+    return _in_format_of_convolution(out, kernel_call(op, args, kwargs, out)), []
 
 
-@cuda_kernel(_aten.convolution_backward.default)
-def _convolution_backward(
-    dependence: DataDependence, op: Any, grad: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
-) -> Made:
+@cuda_kernel(_aten.convolution_backward.default, only_on_cuda=True)
+def _convolution_backward(dependence: DataDependence, op: Any, *args: Any, **kwargs: Any) -> Made:
     """Allocates the gradients of a convolution. Those of the input and weight have the convolution's memory format."""
-    *grads, of_bias = op(grad, input, weight, *args, **kwargs)
-    memory_format = _format_of_convolution(input, weight)
-    return (*(_in_memory_format(each, memory_format) for each in grads), of_bias), []
+    *grads, of_bias = op(*args, **kwargs)
+    call = kernel_call(op, args, kwargs, grads)
+    return (*(None if each is None else _in_format_of_convolution(each, call) for each in grads), of_bias), []
 
 
-def _format_of_convolution(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """Returns the memory format in which a convolution runs on CUDA (`cudnn_conv_suggest_memory_format`, ConvUtils.h).
-
-    The fake kernels choose the format in which a convolution runs on the CPU.
-    """
-    runs_in_cudnn = input.device.type != "cpu" and torch.backends.cudnn.enabled and input.dtype in _CONVOLVED_BY_CUDNN
-    if runs_in_cudnn:
-        for tensor in (input, weight):
-            if (suggested := suggest_memory_format(tensor)) is not torch.contiguous_format:
-                return suggested
-    return torch.preserve_format
-
-
-def _in_memory_format(tensor: torch.Tensor | None, memory_format: torch.memory_format) -> torch.Tensor | None:
-    if tensor is None or memory_format is torch.preserve_format:
+def _in_format_of_convolution(tensor: torch.Tensor, call: KernelCall) -> torch.Tensor:
+    """Returns a tensor like `tensor`, a contiguous result of a convolution, in the memory format that CUDA gives it."""
+    if not results_in_channels_last(call):
         return tensor
+    if tensor.dim() == 3:  # computed as an image with a height of 1
+        return _in_format_of_convolution(tensor.unsqueeze(2), call).squeeze(2)
+    memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
     return torch.empty_like(tensor, memory_format=memory_format)
 
 

@@ -44,6 +44,39 @@ def scratch_of(graph: StepGraph, op) -> list[int]:
     return [graph.storages.index(each) for each in born if graph.storages.index(each) not in (*op.outputs, *op.inputs)]
 
 
+def test_a_one_dimensional_convolution_has_the_format_of_its_weight_as_an_image():
+    """Source: Convolution.cpp (`view4d(weight)`): a transposed weight is in channels_last if its height is 1.
+
+    The sequence is made contiguous before (`input.contiguous()`), so that its format does not count.
+    """
+
+    def program(device: torch.device) -> None:
+        weight, sequence = torch.rand(8, 5, 6, device=device), torch.rand(2, 20, 6, device=device).transpose(1, 2)
+        assert F.conv1d(sequence, weight.transpose(1, 2).contiguous()).stride() == (128, 16, 1)
+        transposed = weight.transpose(1, 2).requires_grad_()
+        output = F.conv1d(sequence, transposed)
+        assert output.stride() == (128, 1, 8)
+        (of_weight,) = torch.autograd.grad(output.sum(), transposed)
+        assert of_weight.stride() == (30, 1, 6)
+
+    rehearse_program(program, Target(compute_capability=(8, 0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_contiguous"),
+    [({}, False), ({"dilation": 2, "output_padding": 1}, True)],
+    ids=["cudnn", "slow_conv_transpose2d"],
+)
+def test_only_convolutions_of_cudnn_keep_channels_last(options, is_contiguous):
+    """Source: Convolution.cpp (`use_cudnn`, `is_output_padding_big`), NaiveConvolutionTranspose2d.cu (`contiguous`)."""
+
+    def convolved(image: torch.Tensor) -> torch.Tensor:
+        weight = torch.rand(4, 4, 3, 3, device=image.device).contiguous(memory_format=torch.channels_last)
+        return F.conv_transpose2d(image, weight, **options)
+
+    bytes_allocated(convolved, IMAGE, is_contiguous=is_contiguous, grad_is_contiguous=is_contiguous)
+
+
 @pytest.mark.parametrize("shape", [IMAGE, VOLUME], ids=["2d", "3d"])
 @pytest.mark.parametrize("mode", ["reflect", "replicate"])
 def test_padding_makes_contiguous_images_and_gradients(shape, mode):

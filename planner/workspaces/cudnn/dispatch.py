@@ -68,6 +68,16 @@ def kernels_of(call: KernelCall) -> Kernels:
     return Kernels.CUDNN if _runs_in_cudnn(x, w, options) else Kernels.OTHER
 
 
+def results_in_channels_last(call: KernelCall) -> bool:
+    """True if the output of a convolution has the memory format channels_last, or the gradients of a backward do.
+
+    Only cuDNN computes in this format (`cudnn_conv_suggest_memory_format`, ConvUtils.h). The format of a
+    one-dimensional convolution is that of the two-dimensional one as which PyTorch computes it.
+    """
+    x, w, _ = _inputs(call)
+    return kernels_of(call) is Kernels.CUDNN and convolves_channels_last(x, w)
+
+
 def shape_of(call: KernelCall) -> Shape:
     """Returns the sizes of a convolution, or of the one that a transposed convolution is the gradient of."""
     x, w, options = _inputs(call)
