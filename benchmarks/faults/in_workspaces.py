@@ -30,8 +30,8 @@ FAULTS = (
     Fault(
         name="workspaces-copies-between-layers-in-channels-last",
         path="planner/virtual_gpu/kernels.py",
-        old="    if not results_in_channels_last(call):\n",
-        new="    if results_in_channels_last(call):\n",
+        old="    if not results_in_channels_last(",
+        new="    if results_in_channels_last(",
         tests=(
             "tests/estimate/test_convolution_workspaces.py"
             "::test_layers_in_channels_last_hand_on_their_format_and_copy_nothing",

@@ -55,7 +55,7 @@ def flops_rate(op: Op, card: DeviceProfile) -> int:
     rates = card.flops_per_s
     dtype = op.dtype
     if op.kernel is not None and is_convolution(op.name):
-        kernels = kernels_of(op.kernel)
+        kernels = kernels_of(op.kernel, card.compute_capability)
         if kernels is Kernels.CUDNN and dtype == "fp32" and op.kernel.settings.allow_tf32:
             dtype = "tf32"
         elif kernels is Kernels.DEPTHWISE and dtype in AUTOCAST_DTYPES:

@@ -100,7 +100,7 @@ def _convolution_backward(dependence: DataDependence, op: Any, *args: Any, **kwa
 
 def _in_format_of_convolution(tensor: torch.Tensor, call: KernelCall) -> torch.Tensor:
     """Returns a tensor like `tensor`, a contiguous result of a convolution, in the memory format that CUDA gives it."""
-    if not results_in_channels_last(call):
+    if not results_in_channels_last(call, torch.cuda.get_device_capability()):  # that of the simulated card
         return tensor
     if tensor.dim() == 3:  # computed as an image with a height of 1
         return _in_format_of_convolution(tensor.unsqueeze(2), call).squeeze(2)
