@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from planner.recording.given_containers import GivenContainers
 from planner.recording.module_state import attributes_of, changed_state, is_compiled, module_state
 from planner.recording.step_graph import Call, Op, Phase, StepGraph
 from planner.recording.storage_table import StorageTable, local_part
@@ -45,6 +46,7 @@ class ModuleCalls:
         """Identities of the parameters that each module has itself, when its hooks were set. Modules with shards are
         left out: FSDP2 replaces these for each call."""
         self._states: list[dict[str, object]] = []
+        self._given: list[GivenContainers | None] = []
         self._before: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
         """Calls in the running forward of the model: index of the call, module, and its attributes before the call."""
         self._until_backward: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
@@ -96,6 +98,7 @@ class ModuleCalls:
         """Returns the hook that runs before every forward of one module and begins a `Call`."""
 
         def enter(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            self._given.append(GivenContainers(args, kwargs) if _is_unit(module) else None)
             if torch._C._current_autograd_node() is not None:  # a recomputation inside backward
                 self._stack.append((name, None))
                 return
@@ -149,7 +152,9 @@ class ModuleCalls:
         """Returns the hook that runs after the forward of every module, even if the forward raises; ends the `Call`."""
 
         def leave(module: torch.nn.Module, args: tuple, output: Any) -> None:
-            _, call = self._stack.pop()
+            name, call = self._stack.pop()
+            if (given := self._given.pop()) is not None:
+                given.refuse_changes(name)
             if call is not None:
                 self.all[call].end = self._table.next_tick()
                 if (changed := changed_state(self._states.pop(), module_state(module))) is not None:
