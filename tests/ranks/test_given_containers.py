@@ -1,4 +1,4 @@
-"""FSDP2 copies the lists and dicts that a block is given. A model whose blocks write to them is not divided by FSDP2."""
+"""FSDP2 copies lists and dicts that a block is given, so it does not divide a model whose blocks write to them."""
 
 from __future__ import annotations
 
