@@ -193,6 +193,10 @@ class Tape(TorchDispatchMode):
             for tape in paused:
                 tape.is_paused = False
 
+    def latest_op_has_ended(self):
+        """Note that tensors which are saved from now on are not results of the latest op."""
+        self.sequence = None
+
     def pack(self, tensor):
         """Return a stand-in for a tensor that autograd saves.
 

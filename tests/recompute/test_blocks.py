@@ -236,3 +236,25 @@ def test_parts_between_the_calls_of_submodules_are_segments_of_their_own():
     assert curve.peak((around,)) < curve.peak((block,)) < curve.peak(())
     rehearsed = plain(work, found.decisions((around,)), card=BARE)
     assert curve.peak((around,)) == rehearsed.live_bytes().max()
+
+
+def test_the_input_of_a_checkpointed_module_is_not_recomputed_by_the_segment_before_it():
+    """`torch.utils.checkpoint` saves its inputs just after the op that makes them, which is in the segment."""
+    work = work_with(Concatenates(8))
+    found, curve = units(what_if(work))
+    segments = [
+        number
+        for number, unit in enumerate(found.units)
+        if unit.module == "" and unit.segment is not None and not unit.kept and not unit.split_points
+    ]
+    blocks = [number for number, unit in enumerate(found.units) if unit.module.startswith("blocks.") and not unit.kept]
+    pairs = [
+        tuple(sorted((segment, block)))
+        for segment in segments
+        for block in blocks
+        if not any({segment, block} <= {*path} for path in found.problem.paths)
+    ]
+    assert len(pairs) > 20
+    for pair in pairs[::5]:
+        rehearsed = plain(work, found.decisions(pair), card=BARE)
+        assert curve.peak(pair) == rehearsed.live_bytes().max(), [found.units[number] for number in pair]
