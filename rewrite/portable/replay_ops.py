@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -134,6 +135,26 @@ def refuse_change(before, now):
         )
 
 
+def is_parameter(tensor):
+    """Return True for a parameter, and for every leaf that requires gradients.
+
+    Autograd saves such a leaf itself. If the program sets its `.data` before backward, as quantization written by hand
+    does, then backward reads the new data.
+    """
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+
+
+def present_data(leaf, key, tensor):
+    """Return what autograd would return for a saved leaf: the leaf itself, if its data was replaced in the meantime.
+
+    `key` is the number of its storage when it was saved, `tensor` is the leaf as it was then. `leaf` is a weak
+    reference, or None if the saved tensor was no leaf. For example, a forward may set `.data` of a buffer for one op
+    and set it back.
+    """
+    now = None if leaf is None else leaf()
+    return tensor if now is None or key_of(now) == key else now
+
+
 def key_of(tensor):
     """Return a number that identifies the tensor's storage, or None if storage and layout do not define the tensor.
 
@@ -212,14 +233,30 @@ class TapeEntry(NamedTuple):
 class DeferredTensor:
     """Stands in for a saved tensor until backward asks for it."""
 
-    def __init__(self, segment, part, view, writes):
+    def __init__(self, segment, part, tensor, view, writes):
         self.segment, self.part, self.view, self.writes = segment, part, view, writes
+        self.leaf = weakref.ref(tensor) if tensor.is_leaf else None
 
     def tensor(self):
-        return self.segment.value(self)
+        return present_data(self.leaf, self.view.key, self.segment.value(self))
 
     def __del__(self):
         wanted = self.segment.wanted[self.part]
         wanted[self.view.key] -= 1
         if not wanted[self.view.key]:  # backward cannot ask for this storage any more: do not recompute it
             del wanted[self.view.key]
+
+
+def halves(parts):
+    """Return the middle one of `parts`, the middle one of the parts after it, and so on."""
+    return {parts[len(parts) // 2], *halves(parts[len(parts) // 2 + 1 :])} if parts else set()
+
+
+def leading_to(wanted, ops):
+    """Return the ops that the wanted storages depend on, and a set of these storages and all that the ops read."""
+    needed, chosen = set(wanted), []
+    for entry in reversed(ops):
+        if not needed.isdisjoint(entry.changed):
+            needed |= entry.read
+            chosen.append(entry)
+    return chosen[::-1], needed

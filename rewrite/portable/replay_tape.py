@@ -52,7 +52,10 @@ from planner.rewrite.portable.replay_ops import (
     StorageView,
     TapeEntry,
     copy_of,
+    halves,
+    is_parameter,
     key_of,
+    leading_to,
     map_args,
     may_overlap,
     random_numbers,
@@ -296,12 +299,15 @@ class Segment:
                 self.start_from(key, copy_of(self.starts[key][0]))
 
     def defer(self, tensor, part):
-        """Return a stand-in for a saved tensor, or None if the segment cannot recompute the tensor."""
+        """Return a stand-in for a saved tensor, or None if the segment cannot recompute the tensor.
+
+        A parameter is kept, although an op of the segment may have made its data (see `is_parameter`).
+        """
         key = key_of(tensor)
-        if key not in self.created or key in self.unwritten:
+        if key not in self.created or key in self.unwritten or is_parameter(tensor):
             return None
         self.wanted[part][key] += 1
-        return DeferredTensor(self, part, StorageView(key, tensor), len(self.writes[key]))
+        return DeferredTensor(self, part, tensor, StorageView(key, tensor), len(self.writes[key]))
 
     # ---- at its end
 
@@ -381,18 +387,3 @@ class Segment:
             for key in (entry.read | entry.changed) - to_keep:
                 if last_use[key] is entry:
                     values.pop(key, None)
-
-
-def halves(parts):
-    """Return the middle one of `parts`, the middle one of the parts after it, and so on."""
-    return {parts[len(parts) // 2], *halves(parts[len(parts) // 2 + 1 :])} if parts else set()
-
-
-def leading_to(wanted, ops):
-    """Return the ops that the wanted storages depend on, and a set of these storages and all that the ops read."""
-    needed, chosen = set(wanted), []
-    for entry in reversed(ops):
-        if not needed.isdisjoint(entry.changed):
-            needed |= entry.read
-            chosen.append(entry)
-    return chosen[::-1], needed
