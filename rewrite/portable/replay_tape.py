@@ -39,6 +39,7 @@ import functools
 import itertools
 from bisect import bisect
 from collections import Counter, defaultdict
+from weakref import WeakSet
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -77,12 +78,12 @@ def replayed(forward, segments):
 
     @functools.wraps(forward)
     def wrapper(module, /, *args, **kwargs):
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not Segment.with_norms:
             return forward(module, *args, **kwargs)
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in itertools.chain(module.parameters(), tensors)), torch.device("cpu"))
         with (
-            Tape(segments, device) as tape,
+            Tape(segments if torch.is_grad_enabled() else (), device) as tape,
             torch.autograd.graph.saved_tensors_hooks(tape.pack, lambda packed: packed.tensor()),
         ):
             return forward(module, *args, **kwargs)
@@ -146,13 +147,14 @@ class Tape(TorchDispatchMode):
     def write_statistics(self, tensors):
         """Copy running statistics that a segment has read, because a batch norm is about to update them.
 
-        In training the output of the norm does not depend on running statistics, but other ops may read them.
+        In training the output of the norm does not depend on running statistics, but other ops may read them. So may
+        segments of an earlier call of the forward, in which the norm was in evaluation mode.
         """
         for tensor in tensors_in(tensors):
             key = key_of(tensor)
             self.know(key, tensor)
             self.statistics.add(key)
-            for segment in self.segments:
+            for segment in (*self.segments, *Segment.with_norms):
                 if key in segment.starts:
                     segment.before_write(key, tensor)
 
@@ -220,6 +222,8 @@ class Segment:
     O(n log n) op runs (Griewank, 1992).
     """
 
+    with_norms = WeakSet()  # segments with a batch norm in evaluation mode, whose output depends on its statistics
+
     def __init__(self, tape, parts):
         self.tape, self.is_complete = tape, False
         # Recording: entries by part; numbers of the storages that the segment created, and of those not yet written.
@@ -238,8 +242,11 @@ class Segment:
         """Return the entry of an op that is about to run."""
         self.unwritten -= written.keys()
         read, statistics = set(), traits_of(op)[-1]
-        # Running statistics are kept without a copy: in training the output of the norm does not depend on them.
-        norm_args = {n: args[n].detach() for n in statistics[:-1] if args[n] is not None} if statistics else {}
+        # In training, running statistics are kept without a copy: the output of the norm does not depend on them.
+        trains = statistics and args[statistics[-1]]
+        norm_args = {n: args[n].detach() for n in statistics[:-1] if args[n] is not None} if trains else {}
+        if statistics and not trains:
+            Segment.with_norms.add(self)
         args = [norm_args[n] if n in norm_args else self.views(value, read) for n, value in enumerate(args)]
         return TapeEntry(op, args, self.views(kwargs, read), [], read, set(), set(), random)
 

@@ -84,6 +84,7 @@ for name, segments in REPLAYED.items():
             "from bisect import bisect",
             "from collections import Counter, defaultdict",
             "from typing import NamedTuple",
+            "from weakref import WeakSet",
             "from torch.multiprocessing.reductions import StorageWeakRef",
             "from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass",
             "from torch.utils._python_dispatch import _get_current_dispatch_mode_stack",
