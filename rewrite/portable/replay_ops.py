@@ -21,20 +21,22 @@ def traits_of(op):
     """Return facts about an op from its schema.
 
     1. True if the op only makes views: it creates no storage and writes to none.
-    2. The arguments that it writes to, as (position, name).
-    3. True if it may draw random numbers. Custom ops count as such, since their schema does not say.
-    4. For a batch norm that updates its running statistics although its schema does not declare the write: the
+    2. True if it only writes to arguments: it creates no storage.
+    3. The arguments that it writes to, as (position, name).
+    4. True if it may draw random numbers. Custom ops count as such, since their schema does not say.
+    5. For a batch norm that updates its running statistics although its schema does not declare the write: the
        positions of running_mean, running_var and training. Empty for other ops.
     """
     arguments = [argument.name for argument in op._schema.arguments]
     aliases = [argument.alias_info for argument in op._schema.arguments]
     written = tuple((n, arguments[n]) for n, alias in enumerate(aliases) if alias is not None and alias.is_write)
     tensors = [result for result in op._schema.returns if "Tensor" in str(result.type)]
-    only_views = not written and all(result.alias_info is not None for result in tensors)
+    is_alias = all(result.alias_info is not None for result in tensors)
     draws = torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in ("aten", "prims")
     statistics = ("running_mean", "running_var", "training")
     is_norm = not written and "backward" not in op.__name__ and set(statistics) <= set(arguments)
-    return only_views, written, draws, tuple(map(arguments.index, statistics)) if is_norm else ()
+    indices = tuple(map(arguments.index, statistics)) if is_norm else ()
+    return is_alias and not written, is_alias and bool(written), written, draws, indices
 
 
 def random_numbers(args, kwargs, device):

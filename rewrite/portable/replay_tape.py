@@ -112,7 +112,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        only_views, written_at, draws, statistics = traits_of(op)
+        only_views, only_writes, written_at, draws, statistics = traits_of(op)
         if only_views or self.is_paused:
             return op(*args, **kwargs)
         segment, targets, written, entry = self.segment_at(self.count), [], {}, None
@@ -126,7 +126,8 @@ class Tape(TorchDispatchMode):
                     other.before_write(key, tensor)
         if statistics and args[statistics[-1]]:  # in training a batch norm writes to them without declaring it
             self.write_statistics([args[n] for n in statistics[:-1]])
-        if segment and not is_kept:
+        is_outside = only_writes and segment and segment.is_outside(written)
+        if segment and not is_kept and not is_outside:
             random = random_numbers(args, kwargs, self.device) if draws else None
             entry = segment.record(op, args, kwargs, written, random)
         keys_before = set(map(key_of, tensors_in([*args, *kwargs.values()])))
@@ -137,7 +138,7 @@ class Tape(TorchDispatchMode):
             if segment and is_kept:
                 for key, tensor in created.items():
                     segment.start_from(key, detached(tensor))
-            elif segment:
+            elif entry:
                 segment.add(entry, result, created, written, bisect(self.split_points, self.count))
                 segment.note_writes(targets)
             self.count += 1
@@ -241,6 +242,9 @@ class Segment:
     def record(self, op, args, kwargs, written, random):
         """Return the entry of an op that is about to run."""
         self.unwritten -= written.keys()
+        for key in written.keys() - self.created - self.starts.keys():
+            with self.tape.pause():
+                self.start_from(key, copy_of(written[key]))
         read, statistics = set(), traits_of(op)[-1]
         # In training, running statistics are kept without a copy: the output of the norm does not depend on them.
         trains = statistics and args[statistics[-1]]
@@ -249,6 +253,13 @@ class Segment:
             Segment.with_norms.add(self)
         args = [norm_args[n] if n in norm_args else self.views(value, read) for n, value in enumerate(args)]
         return TapeEntry(op, args, self.views(kwargs, read), [], read, set(), set(), random)
+
+    def is_outside(self, written):
+        """Return True if no op of the segment has read or created any of the storages that are about to be written.
+
+        An op that only writes to such storages is not recorded: what the segment reads of them later are starts.
+        """
+        return not any(key in self.created or key in self.starts for key in written)
 
     def add(self, entry, result, created, written, part):
         """Complete the entry of an op that has run.
@@ -298,9 +309,7 @@ class Segment:
         self.starts[key] = without_bits(tensor), version_of(tensor)
 
     def before_write(self, key, tensor):
-        """Keep a copy of a storage that an op is about to write to, if recomputing starts from it or may do so."""
-        if not self.is_complete and key not in self.created and key not in self.starts:
-            self.start_from(key, tensor)
+        """Keep a copy of a storage that an op is about to write to, if recomputing starts from it."""
         if key in self.starts:
             with self.tape.pause():
                 self.start_from(key, copy_of(self.starts[key][0]))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from planner.plan_types.recompute_decisions import Replay
 from planner.rewrite.portable import replay_tape
+from planner.workload.workload import workload
 from tests.support.flat_models import Flat
-from tests.support.training import cross_entropy, rewritten, seeded, vectors
+from tests.support.training import cross_entropy, differences, rewritten, seeded, vectors
+from tests.support.workloads import plain, units, what_if
 
 pytestmark = pytest.mark.slow
 
@@ -52,3 +57,56 @@ def test_statistics_that_change_after_a_norm_in_evaluation_mode_are_not_read_by_
     for decision in (segment(0, 7), segment(2, 6), segment(0, 7, stops=((3,),))):
         assert all(map(torch.equal, gradients(decision), wanted)), decision
     assert not replay_tape.Segment.with_norms
+
+
+# ---- tensors that are written in place -------------------------------------------------------------------------------
+
+
+class Bank(Flat):
+    """Writes rows of a large buffer that no op of its forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=(16, 16))
+        self.register_buffer("bank", torch.zeros(1000, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(self.depth):
+            (weight,) = self.of(number, "weight")
+            x = nn.functional.linear(x, weight).tanh().exp()
+            with torch.no_grad():
+                self.bank[: len(x)].copy_(x * 2)
+        return nn.functional.linear(x, self.head)
+
+
+class Buffer(Bank):
+    """Writes a buffer before it reads it, and again after it has read it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.bank[: len(x)]
+        for number in range(self.depth):
+            (weight,) = self.of(number, "weight")
+            with torch.no_grad():
+                rows.copy_(x + number)
+                rows.mul_(1.5)
+            x = nn.functional.linear(x, weight).tanh() * rows.clone().sigmoid()
+            with torch.no_grad():
+                rows.add_(x)
+        return nn.functional.linear(x, self.head)
+
+
+def test_a_buffer_that_no_recorded_op_has_read_is_not_copied_before_a_write():
+    work = workload(seeded(Bank), vectors(), loss_fn=cross_entropy)
+    found, curve = units(what_if(work), kinds=(Replay,))
+    assert found.units
+    for number in range(len(found.units)):
+        decisions = found.decisions((number,))
+        assert curve.peak((number,)) == plain(work, decisions).live_bytes().max(), decisions
+
+
+@pytest.mark.parametrize("build", [Bank, Buffer])
+def test_buffers_that_are_written_in_any_segment_train_to_the_same_bits(build):
+    model, batches = seeded(build), [vectors(), vectors(seed=1)]
+    with replay_tape.Tape((), torch.device("cpu")) as tape:
+        copy.deepcopy(model)(batches[0][0])
+    for start, stop in itertools.combinations(range(0, tape.count + 1, 2), 2):
+        assert differences(model, segment(start, stop), batches=batches, loss_fn=cross_entropy) == [], (start, stop)
