@@ -212,9 +212,9 @@ class TapeEntry(NamedTuple):
     args: list  # arguments of the op; a `StorageView` in place of each tensor
     kwargs: dict
     outputs: list  # storage numbers of the tensors that the op returned, in their order
-    read: set  # storage numbers that the op reads
-    created: set
-    changed: set  # created or written to
+    read: dict  # storage numbers that the op reads; dicts are in the order of insertion, sets in that of addresses
+    created: dict
+    changed: dict  # created or written to
     random: object  # how to draw the same random numbers again; None if the op draws none
 
     def run_again(self, values):
@@ -259,6 +259,6 @@ def leading_to(wanted, ops):
     needed, chosen = set(wanted), []
     for entry in reversed(ops):
         if not needed.isdisjoint(entry.changed):
-            needed |= entry.read
+            needed.update(entry.read)
             chosen.append(entry)
     return chosen[::-1], needed

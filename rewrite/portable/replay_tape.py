@@ -139,8 +139,7 @@ class Tape(TorchDispatchMode):
                 for key, tensor in created.items():
                     segment.start_from(key, detached(tensor))
             elif entry:
-                segment.add(entry, result, created, written, bisect(self.split_points, self.count))
-                segment.note_writes(targets)
+                segment.add(entry, result, created, written, targets, bisect(self.split_points, self.count))
             self.count += 1
             self.sequence = torch.autograd._get_sequence_nr()
         return result
@@ -148,8 +147,8 @@ class Tape(TorchDispatchMode):
     def write_statistics(self, tensors):
         """Copy running statistics that a segment has read, because a batch norm is about to update them.
 
-        In training the output of the norm does not depend on running statistics, but other ops may read them. So may
-        segments of an earlier call of the forward, in which the norm was in evaluation mode.
+        In training the output of the norm does not depend on running statistics, but other ops may read them, and the
+        norm itself in an earlier call of the forward in evaluation mode.
         """
         for tensor in tensors_in(tensors):
             key = key_of(tensor)
@@ -217,10 +216,8 @@ class Segment:
 
     `record` and `add` are called while the forward runs, `complete` once at its end, `value` by backward.
 
-    Backward asks for the parts from last to first. A part reads tensors of earlier parts, which therefore have to run
-    first. On the way to a part, some states are kept for the earlier parts that backward will ask for next: at the
-    middle one of these, at the middle one of those after it, and so on. For n parts that makes O(log n) states and
-    O(n log n) op runs (Griewank, 1992).
+    Backward asks for the parts from last to first. On the way to a part, some states are kept for the earlier parts
+    that backward will ask for next: at the middle one of these, at the middle one of those after it, and so on.
     """
 
     with_norms = WeakSet()  # segments with a batch norm in evaluation mode, whose output depends on its statistics
@@ -242,17 +239,18 @@ class Segment:
     def record(self, op, args, kwargs, written, random):
         """Return the entry of an op that is about to run."""
         self.unwritten -= written.keys()
-        for key in written.keys() - self.created - self.starts.keys():
-            with self.tape.pause():
-                self.start_from(key, copy_of(written[key]))
-        read, statistics = set(), traits_of(op)[-1]
+        for key in written:
+            if key not in self.created and key not in self.starts:
+                with self.tape.pause():
+                    self.start_from(key, copy_of(written[key]))
+        read, statistics = {}, traits_of(op)[-1]
         # In training, running statistics are kept without a copy: the output of the norm does not depend on them.
         trains = statistics and args[statistics[-1]]
         norm_args = {n: args[n].detach() for n in statistics[:-1] if args[n] is not None} if trains else {}
         if statistics and not trains:
             Segment.with_norms.add(self)
         args = [norm_args[n] if n in norm_args else self.views(value, read) for n, value in enumerate(args)]
-        return TapeEntry(op, args, self.views(kwargs, read), [], read, set(), set(), random)
+        return TapeEntry(op, args, self.views(kwargs, read), [], read, {}, {}, random)
 
     def is_outside(self, written):
         """Return True if no op of the segment has read or created any of the storages that are about to be written.
@@ -261,10 +259,11 @@ class Segment:
         """
         return not any(key in self.created or key in self.starts for key in written)
 
-    def add(self, entry, result, created, written, part):
+    def add(self, entry, result, created, written, targets, part):
         """Complete the entry of an op that has run.
 
-        `created` and `written` hold the tensors whose storages the op created or wrote to, by storage number.
+        `created` and `written` hold the tensors whose storages the op created or wrote to, by storage number. `targets`
+        are the arguments that it wrote to.
         """
         for key, tensor in created.items():
             self.tape.know(key, tensor)
@@ -272,12 +271,9 @@ class Segment:
         if entry.op.__name__.startswith(("empty", "new_empty")):
             self.unwritten.update(created)
         entry.outputs.extend(key_of(tensor) for tensor in tensors_in(result))
-        entry.created.update(created)
-        entry.changed.update(created, written)
+        entry.created.update(dict.fromkeys(created))
+        entry.changed.update(dict.fromkeys((*created, *written)))
         self.ops[part].append(entry)
-
-    def note_writes(self, targets):
-        """Note the tensors that an op has written in place."""
         for tensor in tensors_in(targets):
             if (key := key_of(tensor)) is not None:
                 self.writes[key].append(StorageView(key, tensor))
@@ -298,7 +294,7 @@ class Segment:
             self.created.discard(key)
         if key not in self.created and key not in self.starts:
             self.start_from(key, tensor)
-        read.add(key)
+        read[key] = None
         return StorageView(key, tensor)
 
     def start_from(self, key, tensor):
@@ -388,18 +384,18 @@ class Segment:
         At the end only the storages `to_keep` are left in `values`. Others are released after their last use.
         """
         last_use = {key: entry for entry in ops for key in entry.read | entry.changed}
-        for key in values.keys() - last_use.keys() - to_keep:
+        for key in [key for key in values if key not in last_use and key not in to_keep]:
             del values[key]
         # Ops write to copies: a state that is kept, or a start, may be needed again.
-        changed = set().union(*(entry.changed - entry.created for entry in ops))
-        for key in values.keys() & changed:
+        changed = set().union(*(entry.changed.keys() - entry.created.keys() for entry in ops))
+        for key in [key for key in values if key in changed]:
             values[key] = copy_of(values[key])
-        for key in (last_use.keys() & self.starts.keys()) - values.keys():
+        for key in [key for key in last_use if key in self.starts and key not in values]:
             tensor, version = self.starts[key]
             refuse_change(version, version_of(tensor))
             values[key] = copy_of(tensor) if key in changed else tensor
         for entry in ops:
             values |= entry.run_again(values)
-            for key in (entry.read | entry.changed) - to_keep:
-                if last_use[key] is entry:
+            for key in entry.read | entry.changed:
+                if last_use[key] is entry and key not in to_keep:
                     values.pop(key, None)
