@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from typing import NamedTuple
 
@@ -37,6 +38,12 @@ def traits_of(op):
     is_norm = not written and "backward" not in op.__name__ and set(statistics) <= set(arguments)
     indices = tuple(map(arguments.index, statistics)) if is_norm else ()
     return is_alias and not written, is_alias and bool(written), written, draws, indices
+
+
+def device_of(module, args, kwargs):
+    """Return the device of a module's first parameter, or else of the first tensor among the arguments of its call."""
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in itertools.chain(module.parameters(), tensors)), torch.device("cpu"))
 
 
 def random_numbers(args, kwargs, device):

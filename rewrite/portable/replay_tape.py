@@ -44,7 +44,6 @@ from weakref import WeakSet
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from planner.rewrite.portable.module_forward import detached
 from planner.rewrite.portable.replay_ops import (
@@ -53,6 +52,7 @@ from planner.rewrite.portable.replay_ops import (
     StorageView,
     TapeEntry,
     copy_of,
+    device_of,
     halves,
     is_parameter,
     key_of,
@@ -73,17 +73,16 @@ def replayed(forward, segments):
 
     A segment is (first op, op after the last, ops whose results are kept, ops before which the segment is divided).
     Ops are numbered in the order in which a call runs them; only ops that create a tensor on the module's device or
-    write to one are counted. If gradients are disabled, the forward runs as before.
+    write to one are counted. If gradients are disabled, the forward runs as before. `torch.compile` does not trace it.
     """
 
+    @torch.compiler.disable
     @functools.wraps(forward)
     def wrapper(module, /, *args, **kwargs):
         if not torch.is_grad_enabled() and not Segment.with_norms:
             return forward(module, *args, **kwargs)
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        device = next((tensor.device for tensor in itertools.chain(module.parameters(), tensors)), torch.device("cpu"))
         with (
-            Tape(segments if torch.is_grad_enabled() else (), device) as tape,
+            Tape(segments if torch.is_grad_enabled() else (), device_of(module, args, kwargs)) as tape,
             torch.autograd.graph.saved_tensors_hooks(tape.pack, lambda packed: packed.tensor()),
         ):
             return forward(module, *args, **kwargs)

@@ -51,6 +51,7 @@ def segment_checkpoint_source(plan: Plan, decision: Replay) -> EmittedCode:
         replay_ops.leading_to,
         replay_ops.TapeEntry,
         replay_ops.traits_of,
+        replay_ops.device_of,
         replay_ops.random_numbers,
         replay_ops.rng_state_restored,
         replay_ops.StorageView,

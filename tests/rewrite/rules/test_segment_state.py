@@ -131,3 +131,20 @@ def test_the_order_in_which_memory_is_freed_does_not_depend_on_addresses(monkeyp
         monkeypatch.setattr(replay_tape, "key_of", scrambled)
         lives.append([storage.lives for storage in plain(work, decisions).storages])
     assert lives[0] == lives[1] == lives[2]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_runs_its_segments_uncompiled(backend):
+    def trained(compiled: bool, *decisions) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 3, 1), Convolutions())
+        module = rewritten(model, *decisions, batch=images(), loss_fn=cross_entropy).module
+        module = torch.compile(module, backend=backend) if compiled else module
+        for seed in range(2):
+            cross_entropy(module(images(seed=seed)[0]), images(seed=seed)).backward()
+        return [*(parameter.grad for parameter in module.parameters()), *module.buffers()]
+
+    wanted = trained(False)
+    decision = Replay(modules=("1",), stretches=((0, 12),), kept=((),), stops=((5,),))
+    torch._dynamo.reset()
+    assert all(map(torch.equal, trained(True, decision), wanted))
