@@ -136,7 +136,7 @@ FAULTS = (
     ),
     Fault(
         name="replay-in-reverse-order",
-        path="rewrite/portable/replay_tape.py",
+        path="rewrite/portable/replay_ops.py",
         old="    return chosen[::-1], needed",
         new="    return chosen, needed",
         tests=(

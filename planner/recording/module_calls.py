@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +11,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from planner.recording.given_containers import GivenContainers
-from planner.recording.module_state import attributes_of, changed_state, is_compiled, module_state
+from planner.recording.module_state import (
+    attributes_of,
+    changed_state,
+    is_compiled,
+    memory_of,
+    memory_of_own,
+    module_state,
+)
 from planner.recording.step_graph import Call, Op, Phase, StepGraph
 from planner.recording.storage_table import StorageTable, local_part
 
@@ -21,6 +29,7 @@ WITHOUT_GRADIENTS = "it runs without gradients"
 OWN_GENERATOR = "it draws from its own random generator, whose state would differ in a second run"
 TAKES_GRADIENTS = "its backward runs already during the model's forward"
 REPLACED = "its parameters are replaced for this call, as torch.func.functional_call does"
+REPLACED_DATA = "the data of a tensor that it saves for backward is replaced after it has been saved"
 TRANSFORMED = "it runs inside of a transform of torch.func, or calls one that takes gradients"
 NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, WITHOUT_GRADIENTS, TAKES_GRADIENTS, TRANSFORMED})
 """Obstacles that also forbid a replay, which runs the recorded ops of the forward again but no Python code."""
@@ -51,6 +60,8 @@ class ModuleCalls:
         """Calls in the running forward of the model: index of the call, module, and its attributes before the call."""
         self._until_backward: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
         """The same for the forwards of the model that have ended, in a step of the user's own."""
+        self._saved_leaves: list[tuple[int, weakref.ref[torch.Tensor], int | None]] = []
+        """Leaves that autograd saved for the next backward: index of the call, tensor, and its memory at that time."""
         self.of_own_step = False
         """True for a step of the user's own, which may change modules between a forward and its backward."""
 
@@ -127,7 +138,7 @@ class ModuleCalls:
             )
             self._stack.append((name, len(self.all)))
             self._states.append(module_state(module))
-            self._before.append((len(self.all), module, attributes_of(module)))
+            self._before.append((len(self.all), module, self._attributes_of(module)))
             self.all.append(call)
 
         return enter
@@ -170,6 +181,7 @@ class ModuleCalls:
         A caller may set an attribute for one call, or put the module into evaluation mode.
         """
         self._note_changed(self._before)
+        self._note_replaced_data()
         if self.of_own_step:
             self._until_backward += (known for known in self._before if self.all[known[0]].obstacle is None)
         self._before.clear()
@@ -177,11 +189,40 @@ class ModuleCalls:
     def backward_begins(self) -> None:
         """Notes calls whose modules the step has changed since their forward."""
         self._note_changed(self._until_backward)
+        self._note_replaced_data()
+        self._saved_leaves.clear()
         self._until_backward.clear()
+
+    def setup_ends(self) -> None:
+        """Forgets all calls so far."""
+        self.all.clear()
+        self._saved_leaves.clear()
+        self._until_backward.clear()
+
+    def saves(self, leaf: torch.Tensor) -> None:
+        """Notes that autograd saves a leaf in the innermost call. It keeps the tensor, and not the tensor's memory.
+
+        A forward may set `.data` of a weight for one op and set it back. Backward then reads the data that was set
+        back, but a second run would save the other data.
+        """
+        if (call := self.innermost[1]) is not None:
+            self._saved_leaves.append((call, weakref.ref(leaf), memory_of(leaf)))
+
+    def _note_replaced_data(self) -> None:
+        for call, reference, before in self._saved_leaves:
+            leaf = reference()
+            if leaf is not None and memory_of(leaf) != before:
+                self.note_obstacle(call, REPLACED_DATA)
+
+    def _attributes_of(self, module: torch.nn.Module) -> dict[str, object]:
+        parts = ((name, part) for name, part in module.named_modules() if part in self._parameters)
+        return attributes_of(module) | {
+            f"the memory of its {name}": memory for path, part in parts for name, memory in memory_of_own(part, path)
+        }
 
     def _note_changed(self, calls: Iterable[tuple[int, torch.nn.Module, dict[str, object]]]) -> None:
         for call, module, before in calls:
-            now = attributes_of(module)
+            now = self._attributes_of(module)
             if (changed := changed_state(before, now) or changed_state(now, before)) is not None:
                 self.note_obstacle(call, f"{changed} changes after it has run")
 

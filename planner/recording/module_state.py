@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, deque, set, frozenset, dict)
@@ -112,6 +113,23 @@ def _attributes_of(module: torch.nn.Module, identity: Identity) -> dict[str, obj
     for name, value in module._buffers.items():
         state[f"its buffer '{name}'"] = identity(value)
     return state
+
+
+def memory_of_own(module: torch.nn.Module, path: str) -> list[tuple[str, int | None]]:
+    """Returns the memory of the module's own parameters and buffers, which is replaced when `.data` is set."""
+    prefix = f"{path}." if path else ""
+    parameters, buffers = module._parameters.items(), module._buffers.items()
+    named: list[tuple[str, torch.Tensor | None]] = [
+        (f"parameter '{prefix}{name}'", tensor) for name, tensor in parameters
+    ]
+    named += [(f"buffer '{prefix}{name}'", tensor) for name, tensor in buffers]
+    return [(name, memory_of(tensor)) for name, tensor in named if tensor is not None]
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Returns a number that identifies the memory of a tensor; None for a tensor without memory of its own."""
+    is_wrapper = is_traceable_wrapper_subclass(tensor) or torch.nn.parameter.is_lazy(tensor)
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not is_wrapper else None
 
 
 def _content_of_hook(hook: object, identity: Identity) -> object:

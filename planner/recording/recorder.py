@@ -346,7 +346,7 @@ class Recorder(TorchDispatchMode):
 
     def setup_ends(self) -> None:
         """Ends the setup, which may have been a whole step. All later events belong to the recorded steps."""
-        self.calls.all.clear()
+        self.calls.setup_ends()
         self._saved.all.clear()
         self._in_setup, self._setup_tick = False, self.table.tick
         self.updates.in_setup = False

@@ -107,8 +107,11 @@ class SavedTensors:
         known = None if storage is None else self._table.storages[storage]
         # FSDP2 frees and gathers unsharded parameters whatever autograd keeps.
         is_permanent = known is None or known.op is None or known.category is Category.UNSHARDED
+        # Autograd keeps a parameter itself, whose data the program may replace before backward (`weight.data = ...`).
+        is_parameter = isinstance(saved, torch.nn.Parameter) or (saved.is_leaf and saved.requires_grad)
+        is_kept = not is_permanent and is_parameter
         save = Save(
-            storage=None if is_permanent else storage,
+            storage=None if is_permanent or is_kept else storage,
             pack=self._table.next_tick(),
             unpack=None,
             release=None,
@@ -116,6 +119,10 @@ class SavedTensors:
             is_of_next_op=torch.autograd._get_sequence_nr() != self._recorder.sequence,
         )
         self.all.append(save)
+        if saved.is_leaf:
+            self._calls.saves(saved)
+        if is_kept:
+            return _KeptTensor(self._table, saved, save)
         if is_permanent:
             with self._recorder.pause():
                 kept = sparse_tensors.detached(saved) if tensor.is_sparse else saved.detach()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -20,20 +22,28 @@ def traits_of(op):
     """Return facts about an op from its schema.
 
     1. True if the op only makes views: it creates no storage and writes to none.
-    2. The arguments that it writes to, as (position, name).
-    3. True if it may draw random numbers. Custom ops count as such, since their schema does not say.
-    4. For a batch norm that updates its running statistics although its schema does not declare the write: the
+    2. True if it only writes to arguments: it creates no storage.
+    3. The arguments that it writes to, as (position, name).
+    4. True if it may draw random numbers. Custom ops count as such, since their schema does not say.
+    5. For a batch norm that updates its running statistics although its schema does not declare the write: the
        positions of running_mean, running_var and training. Empty for other ops.
     """
     arguments = [argument.name for argument in op._schema.arguments]
     aliases = [argument.alias_info for argument in op._schema.arguments]
     written = tuple((n, arguments[n]) for n, alias in enumerate(aliases) if alias is not None and alias.is_write)
     tensors = [result for result in op._schema.returns if "Tensor" in str(result.type)]
-    only_views = not written and all(result.alias_info is not None for result in tensors)
+    is_alias = all(result.alias_info is not None for result in tensors)
     draws = torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in ("aten", "prims")
     statistics = ("running_mean", "running_var", "training")
     is_norm = not written and "backward" not in op.__name__ and set(statistics) <= set(arguments)
-    return only_views, written, draws, tuple(map(arguments.index, statistics)) if is_norm else ()
+    indices = tuple(map(arguments.index, statistics)) if is_norm else ()
+    return is_alias and not written, is_alias and bool(written), written, draws, indices
+
+
+def device_of(module, args, kwargs):
+    """Return the device of a module's first parameter, or else of the first tensor among the arguments of its call."""
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in itertools.chain(module.parameters(), tensors)), torch.device("cpu"))
 
 
 def random_numbers(args, kwargs, device):
@@ -134,6 +144,26 @@ def refuse_change(before, now):
         )
 
 
+def is_parameter(tensor):
+    """Return True for a parameter, and for every leaf that requires gradients.
+
+    Autograd saves such a leaf itself. If the program sets its `.data` before backward, as quantization written by hand
+    does, then backward reads the new data.
+    """
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+
+
+def present_data(leaf, key, tensor):
+    """Return what autograd would return for a saved leaf: the leaf itself, if its data was replaced in the meantime.
+
+    `key` is the number of its storage when it was saved, `tensor` is the leaf as it was then. `leaf` is a weak
+    reference, or None if the saved tensor was no leaf. For example, a forward may set `.data` of a buffer for one op
+    and set it back.
+    """
+    now = None if leaf is None else leaf()
+    return tensor if now is None or key_of(now) == key else now
+
+
 def key_of(tensor):
     """Return a number that identifies the tensor's storage, or None if storage and layout do not define the tensor.
 
@@ -189,9 +219,9 @@ class TapeEntry(NamedTuple):
     args: list  # arguments of the op; a `StorageView` in place of each tensor
     kwargs: dict
     outputs: list  # storage numbers of the tensors that the op returned, in their order
-    read: set  # storage numbers that the op reads
-    created: set
-    changed: set  # created or written to
+    read: dict  # storage numbers that the op reads; dicts are in the order of insertion, sets in that of addresses
+    created: dict
+    changed: dict  # created or written to
     random: object  # how to draw the same random numbers again; None if the op draws none
 
     def run_again(self, values):
@@ -212,14 +242,30 @@ class TapeEntry(NamedTuple):
 class DeferredTensor:
     """Stands in for a saved tensor until backward asks for it."""
 
-    def __init__(self, segment, part, view, writes):
+    def __init__(self, segment, part, tensor, view, writes):
         self.segment, self.part, self.view, self.writes = segment, part, view, writes
+        self.leaf = weakref.ref(tensor) if tensor.is_leaf else None
 
     def tensor(self):
-        return self.segment.value(self)
+        return present_data(self.leaf, self.view.key, self.segment.value(self))
 
     def __del__(self):
         wanted = self.segment.wanted[self.part]
         wanted[self.view.key] -= 1
         if not wanted[self.view.key]:  # backward cannot ask for this storage any more: do not recompute it
             del wanted[self.view.key]
+
+
+def halves(parts):
+    """Return the middle one of `parts`, the middle one of the parts after it, and so on."""
+    return {parts[len(parts) // 2], *halves(parts[len(parts) // 2 + 1 :])} if parts else set()
+
+
+def leading_to(wanted, ops):
+    """Return the ops that the wanted storages depend on, and a set of these storages and all that the ops read."""
+    needed, chosen = set(wanted), []
+    for entry in reversed(ops):
+        if not needed.isdisjoint(entry.changed):
+            needed.update(entry.read)
+            chosen.append(entry)
+    return chosen[::-1], needed

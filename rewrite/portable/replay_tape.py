@@ -20,10 +20,6 @@ would take O(n^2) op runs; keeping the state at the start of every part would ta
 by recursive bisection, which takes O(n log n) op runs and O(log n) states (Griewank, Achieving logarithmic growth of
 temporal and spatial complexity in reverse automatic differentiation, 1992).
 
-Compared with selective activation checkpointing (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), what
-is kept is also chosen op by op, but Python code does not run again: the forward may have side effects and may branch
-on anything.
-
 The gradients have the same bits as without recomputing, if the ops are deterministic. Not seen, and therefore not
 recomputed: writes that do not go through the dispatcher, such as a kernel launched by hand on a tensor that already
 has contents. (A tensor from `empty` that no recorded op has filled when it is read is taken to be filled by such a
@@ -39,11 +35,11 @@ import functools
 import itertools
 from bisect import bisect
 from collections import Counter, defaultdict
+from weakref import WeakSet
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from planner.rewrite.portable.module_forward import detached
 from planner.rewrite.portable.replay_ops import (
@@ -52,7 +48,11 @@ from planner.rewrite.portable.replay_ops import (
     StorageView,
     TapeEntry,
     copy_of,
+    device_of,
+    halves,
+    is_parameter,
     key_of,
+    leading_to,
     map_args,
     may_overlap,
     random_numbers,
@@ -69,17 +69,16 @@ def replayed(forward, segments):
 
     A segment is (first op, op after the last, ops whose results are kept, ops before which the segment is divided).
     Ops are numbered in the order in which a call runs them; only ops that create a tensor on the module's device or
-    write to one are counted. If gradients are disabled, the forward runs as before.
+    write to one are counted. If gradients are disabled, the forward runs as before. `torch.compile` does not trace it.
     """
 
+    @torch.compiler.disable
     @functools.wraps(forward)
     def wrapper(module, /, *args, **kwargs):
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not Segment.with_norms:
             return forward(module, *args, **kwargs)
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        device = next((tensor.device for tensor in itertools.chain(module.parameters(), tensors)), torch.device("cpu"))
         with (
-            Tape(segments, device) as tape,
+            Tape(segments if torch.is_grad_enabled() else (), device_of(module, args, kwargs)) as tape,
             torch.autograd.graph.saved_tensors_hooks(tape.pack, lambda packed: packed.tensor()),
         ):
             return forward(module, *args, **kwargs)
@@ -108,7 +107,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        only_views, written_at, draws, statistics = traits_of(op)
+        only_views, only_writes, written_at, draws, statistics = traits_of(op)
         if only_views or self.is_paused:
             return op(*args, **kwargs)
         segment, targets, written, entry = self.segment_at(self.count), [], {}, None
@@ -122,7 +121,8 @@ class Tape(TorchDispatchMode):
                     other.before_write(key, tensor)
         if statistics and args[statistics[-1]]:  # in training a batch norm writes to them without declaring it
             self.write_statistics([args[n] for n in statistics[:-1]])
-        if segment and not is_kept:
+        is_outside = only_writes and segment and segment.is_outside(written)
+        if segment and not is_kept and not is_outside:
             random = random_numbers(args, kwargs, self.device) if draws else None
             entry = segment.record(op, args, kwargs, written, random)
         keys_before = set(map(key_of, tensors_in([*args, *kwargs.values()])))
@@ -133,9 +133,8 @@ class Tape(TorchDispatchMode):
             if segment and is_kept:
                 for key, tensor in created.items():
                     segment.start_from(key, detached(tensor))
-            elif segment:
-                segment.add(entry, result, created, written, bisect(self.split_points, self.count))
-                segment.note_writes(targets)
+            elif entry:
+                segment.add(entry, result, created, written, targets, bisect(self.split_points, self.count))
             self.count += 1
             self.sequence = torch.autograd._get_sequence_nr()
         return result
@@ -143,13 +142,14 @@ class Tape(TorchDispatchMode):
     def write_statistics(self, tensors):
         """Copy running statistics that a segment has read, because a batch norm is about to update them.
 
-        In training the output of the norm does not depend on running statistics, but other ops may read them.
+        In training the output of the norm does not depend on running statistics, but other ops may read them, and the
+        norm itself in an earlier call of the forward in evaluation mode.
         """
         for tensor in tensors_in(tensors):
             key = key_of(tensor)
             self.know(key, tensor)
             self.statistics.add(key)
-            for segment in self.segments:
+            for segment in (*self.segments, *Segment.with_norms):
                 if key in segment.starts:
                     segment.before_write(key, tensor)
 
@@ -215,11 +215,11 @@ class Segment:
 
     `record` and `add` are called while the forward runs, `complete` once at its end, `value` by backward.
 
-    Backward asks for the parts from last to first. A part reads tensors of earlier parts, which therefore have to run
-    first. On the way to a part, some states are kept for the earlier parts that backward will ask for next: at the
-    middle one of these, at the middle one of those after it, and so on. For n parts that makes O(log n) states and
-    O(n log n) op runs (Griewank, 1992).
+    Backward asks for the parts from last to first. On the way to a part, some states are kept for the earlier parts
+    that backward will ask for next: at the middle one of these, at the middle one of those after it, and so on.
     """
+
+    with_norms = WeakSet()  # segments with a batch norm in evaluation mode, whose output depends on its statistics
 
     def __init__(self, tape, parts):
         self.tape, self.is_complete = tape, False
@@ -238,16 +238,31 @@ class Segment:
     def record(self, op, args, kwargs, written, random):
         """Return the entry of an op that is about to run."""
         self.unwritten -= written.keys()
-        read, statistics = set(), traits_of(op)[-1]
-        # Running statistics are kept without a copy: in training the output of the norm does not depend on them.
-        norm_args = {n: args[n].detach() for n in statistics[:-1] if args[n] is not None} if statistics else {}
+        for key in written:
+            if key not in self.created and key not in self.starts:
+                with self.tape.pause():
+                    self.start_from(key, copy_of(written[key]))
+        read, statistics = {}, traits_of(op)[-1]
+        # In training, running statistics are kept without a copy: the output of the norm does not depend on them.
+        trains = statistics and args[statistics[-1]]
+        norm_args = {n: args[n].detach() for n in statistics[:-1] if args[n] is not None} if trains else {}
+        if statistics and not trains:
+            Segment.with_norms.add(self)
         args = [norm_args[n] if n in norm_args else self.views(value, read) for n, value in enumerate(args)]
-        return TapeEntry(op, args, self.views(kwargs, read), [], read, set(), set(), random)
+        return TapeEntry(op, args, self.views(kwargs, read), [], read, {}, {}, random)
 
-    def add(self, entry, result, created, written, part):
+    def is_outside(self, written):
+        """Return True if no op of the segment has read or created any of the storages that are about to be written.
+
+        An op that only writes to such storages is not recorded: what the segment reads of them later are starts.
+        """
+        return not any(key in self.created or key in self.starts for key in written)
+
+    def add(self, entry, result, created, written, targets, part):
         """Complete the entry of an op that has run.
 
-        `created` and `written` hold the tensors whose storages the op created or wrote to, by storage number.
+        `created` and `written` hold the tensors whose storages the op created or wrote to, by storage number. `targets`
+        are the arguments that it wrote to.
         """
         for key, tensor in created.items():
             self.tape.know(key, tensor)
@@ -255,12 +270,9 @@ class Segment:
         if entry.op.__name__.startswith(("empty", "new_empty")):
             self.unwritten.update(created)
         entry.outputs.extend(key_of(tensor) for tensor in tensors_in(result))
-        entry.created.update(created)
-        entry.changed.update(created, written)
+        entry.created.update(dict.fromkeys(created))
+        entry.changed.update(dict.fromkeys((*created, *written)))
         self.ops[part].append(entry)
-
-    def note_writes(self, targets):
-        """Note the tensors that an op has written in place."""
         for tensor in tensors_in(targets):
             if (key := key_of(tensor)) is not None:
                 self.writes[key].append(StorageView(key, tensor))
@@ -281,7 +293,7 @@ class Segment:
             self.created.discard(key)
         if key not in self.created and key not in self.starts:
             self.start_from(key, tensor)
-        read.add(key)
+        read[key] = None
         return StorageView(key, tensor)
 
     def start_from(self, key, tensor):
@@ -292,20 +304,21 @@ class Segment:
         self.starts[key] = without_bits(tensor), version_of(tensor)
 
     def before_write(self, key, tensor):
-        """Keep a copy of a storage that an op is about to write to, if recomputing starts from it or may do so."""
-        if not self.is_complete and key not in self.created and key not in self.starts:
-            self.start_from(key, tensor)
+        """Keep a copy of a storage that an op is about to write to, if recomputing starts from it."""
         if key in self.starts:
             with self.tape.pause():
                 self.start_from(key, copy_of(self.starts[key][0]))
 
     def defer(self, tensor, part):
-        """Return a stand-in for a saved tensor, or None if the segment cannot recompute the tensor."""
+        """Return a stand-in for a saved tensor, or None if the segment cannot recompute the tensor.
+
+        A parameter is kept, although an op of the segment may have made its data (see `is_parameter`).
+        """
         key = key_of(tensor)
-        if key not in self.created or key in self.unwritten:
+        if key not in self.created or key in self.unwritten or is_parameter(tensor):
             return None
         self.wanted[part][key] += 1
-        return DeferredTensor(self, part, StorageView(key, tensor), len(self.writes[key]))
+        return DeferredTensor(self, part, tensor, StorageView(key, tensor), len(self.writes[key]))
 
     # ---- at its end
 
@@ -370,33 +383,18 @@ class Segment:
         At the end only the storages `to_keep` are left in `values`. Others are released after their last use.
         """
         last_use = {key: entry for entry in ops for key in entry.read | entry.changed}
-        for key in values.keys() - last_use.keys() - to_keep:
+        for key in [key for key in values if key not in last_use and key not in to_keep]:
             del values[key]
         # Ops write to copies: a state that is kept, or a start, may be needed again.
-        changed = set().union(*(entry.changed - entry.created for entry in ops))
-        for key in values.keys() & changed:
+        changed = set().union(*(entry.changed.keys() - entry.created.keys() for entry in ops))
+        for key in [key for key in values if key in changed]:
             values[key] = copy_of(values[key])
-        for key in (last_use.keys() & self.starts.keys()) - values.keys():
+        for key in [key for key in last_use if key in self.starts and key not in values]:
             tensor, version = self.starts[key]
             refuse_change(version, version_of(tensor))
             values[key] = copy_of(tensor) if key in changed else tensor
         for entry in ops:
             values |= entry.run_again(values)
-            for key in (entry.read | entry.changed) - to_keep:
-                if last_use[key] is entry:
+            for key in entry.read | entry.changed:
+                if last_use[key] is entry and key not in to_keep:
                     values.pop(key, None)
-
-
-def halves(parts):
-    """Return the middle one of `parts`, the middle one of the parts after it, and so on."""
-    return {parts[len(parts) // 2], *halves(parts[len(parts) // 2 + 1 :])} if parts else set()
-
-
-def leading_to(wanted, ops):
-    """Return the ops that the wanted storages depend on, and a set of these storages and all that the ops read."""
-    needed, chosen = set(wanted), []
-    for entry in reversed(ops):
-        if not needed.isdisjoint(entry.changed):
-            needed |= entry.read
-            chosen.append(entry)
-    return chosen[::-1], needed

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,7 +29,15 @@ from planner.plan_types.plan import Plan
 from planner.plan_types.recompute_decisions import Offload
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops
-from planner.rewrite.portable.replay_ops import KeptTensor, StorageView, key_of, version_of, without_bits
+from planner.rewrite.portable.replay_ops import (
+    KeptTensor,
+    StorageView,
+    is_parameter,
+    key_of,
+    present_data,
+    version_of,
+    without_bits,
+)
 from planner.rewrite.recompute_observer import CHECK_IMPORTS, check_source
 from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
@@ -98,7 +107,7 @@ class HostMemory:
         key = key_of(tensor)
         if key is None or is_on_host(tensor) or not self.is_wanted(key) or not is_plain(tensor):
             return KeptTensor(tensor)
-        if tensor.untyped_storage().nbytes() < self.from_bytes:
+        if is_parameter(tensor) or tensor.untyped_storage().nbytes() < self.from_bytes:
             return KeptTensor(tensor)
         # After an in-place write to the storage, another copy is needed. Parts of a storage that are no views of one
         # tensor (`torch.unsafe_split`) count their writes separately, so each part has copies of its own.
@@ -106,7 +115,7 @@ class HostMemory:
         version = key, version_of(tensor), root.storage_offset(), root.shape
         if version not in self.copies:
             self.copies[version] = HostCopy(tensor)
-        return OffloadedTensor(self.copies[version], StorageView(key, tensor))
+        return OffloadedTensor(self.copies[version], tensor, StorageView(key, tensor))
 
 
 class HostCopy:
@@ -144,12 +153,13 @@ class HostCopy:
 class OffloadedTensor:
     """Replaces a saved tensor until backward asks for it. It holds a `HostCopy` and the tensor's layout in it."""
 
-    def __init__(self, copy, view):
+    def __init__(self, copy, tensor, view):
         self.copy, self.view = copy, view
+        self.leaf = weakref.ref(tensor) if tensor.is_leaf else None
         copy.views += 1
 
     def tensor(self):
-        return self.view.of(self.copy.tensor())
+        return present_data(self.leaf, self.view.key, self.view.of(self.copy.tensor()))
 
     def __del__(self):
         self.copy.views -= 1
@@ -176,6 +186,8 @@ def offload_source(plan: Plan, decision: Offload) -> EmittedCode:
         replay_ops.StorageView,
         replay_ops.KeptTensor,
         replay_ops.refuse_change,
+        replay_ops.is_parameter,
+        replay_ops.present_data,
         replay_ops.key_of,
         replay_ops.version_of,
         replay_ops.without_bits,
@@ -190,6 +202,7 @@ for name, of_inputs in OFFLOADED.items():
         imports=(
             "import functools",
             "import types",
+            "import weakref",
             "from torch.multiprocessing.reductions import StorageWeakRef",
             "from torch.utils._python_dispatch import is_traceable_wrapper_subclass",
             "from torch.utils._pytree import tree_leaves",

@@ -10,10 +10,10 @@ import torch
 
 import planner
 from planner import rewrite
-from planner.plan_types.recompute_decisions import Checkpoint
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.workload.workload import workload
 from tests.support.training import differences
-from tests.support.workloads import units, what_if
+from tests.support.workloads import plain, units, what_if
 
 pytestmark = pytest.mark.slow
 
@@ -197,6 +197,158 @@ def test_recomputing_a_module_that_changes_its_buffers_would_train_otherwise(kin
     batches = [(torch.randn(8, WIDTH),) for _ in range(2)]
     assert differences(Net(Plain), Checkpoint(modules=("blocks.Plain",)), batches=batches) == []
     assert differences(Net(kind), Checkpoint(modules=(f"blocks.{kind.__name__}",)), batches=batches) != []
+
+
+# ---- data of parameters that is replaced --------------------------------------------------------------------------
+
+
+class Diagonal(torch.nn.Module):
+    """Multiplies with a parameter that autograd saves itself, and not a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Signs(Plain):
+    """Multiplies with the signs of its weights, as BinaryConnect does, and puts the weights back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Diagonal()
+
+    def data(self, weight):
+        return weight.sign()
+
+    def forward(self, x):
+        weight = self.linear.weight.data
+        self.linear.weight.data = self.data(weight)
+        y = super().forward(x)
+        self.linear.weight.data = weight
+        return y
+
+
+class SignsOfMatrix(Signs):
+    __init__ = Plain.__init__
+
+
+class FrozenSigns(Signs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.weight.requires_grad_(False)
+
+
+class BufferSigns(Signs):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.linear.weight
+        self.linear.register_buffer("weight", torch.randn(WIDTH))
+
+
+class CachedData(Signs):
+    """The other data exists before the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cached", torch.randn(WIDTH))
+
+    def data(self, weight):
+        return self.cached
+
+
+class OtherBias(Plain):
+    """Backward does not need the bias, but a second run of the linear layer alone would add another one."""
+
+    def forward(self, x):
+        bias = self.linear.bias.data
+        self.linear.bias.data = bias + 1
+        y = super().forward(x)
+        self.linear.bias.data = bias
+        return y
+
+
+class Decay(Plain):
+    """Does not put the weight back."""
+
+    def forward(self, x):
+        self.linear.weight.data = self.linear.weight.data * 0.9
+        return super().forward(x)
+
+
+class SignsBetween(Signs):
+    """Puts the weights back in a hook, after the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda module, _: module.exchange(module.linear.weight.data.sign()))
+        self.register_forward_hook(lambda module, *_: module.exchange(None))
+
+    def exchange(self, data):
+        self.before, self.linear.weight.data = self.linear.weight.data, self.before if data is None else data
+
+    forward = Plain.forward
+
+
+REPLACING = (Signs, SignsOfMatrix, FrozenSigns, BufferSigns, CachedData, OtherBias, Decay, SignsBetween)
+
+
+@pytest.mark.parametrize("kind", REPLACING)
+def test_a_module_that_replaces_the_data_of_a_parameter_is_no_unit(kind):
+    graph = what_if(workload(Net(kind, Plain), torch.zeros(64, WIDTH)))
+    offered = set(units(graph, kinds=(Checkpoint,))[0].modules)
+    inside = f"blocks.{kind.__name__}.linear"
+    assert f"blocks.{kind.__name__}" not in offered or kind is OtherBias
+    assert inside not in offered or kind is Decay
+    assert {"blocks.Plain", "blocks.Plain.linear"} <= offered
+
+
+@pytest.mark.parametrize("kind", [Signs, SignsOfMatrix, FrozenSigns, BufferSigns, CachedData])
+def test_recomputing_a_module_that_replaces_the_data_of_a_parameter_would_train_otherwise(kind):
+    model, batches = Net(Plain, kind), [(torch.randn(8, WIDTH),) for _ in range(2)]
+    assert differences(model, Checkpoint(modules=(f"blocks.{kind.__name__}",)), batches=batches) != []
+
+
+@pytest.mark.parametrize("kind", REPLACING)
+def test_replays_and_offloading_read_the_data_that_backward_reads(kind):
+    model, batches = Net(Plain, kind, Dropout), [(torch.randn(8, WIDTH),) for _ in range(2)]
+    name = f"blocks.{kind.__name__}"
+    for decision in (
+        Replay(modules=(name,), stretches=((0, 3),), kept=((),)),
+        Replay(modules=("",), stretches=((0, 20),), kept=((),)),
+        Offload(modules=(name,), inputs_of=(), from_bytes=1),
+    ):
+        assert differences(model, decision, batches=batches) == [], decision
+
+
+@pytest.mark.parametrize("kind", [Signs, SignsOfMatrix, FrozenSigns, CachedData, OtherBias])
+def test_what_is_promised_for_replaced_data_is_what_the_step_takes(kind):
+    work = workload(Net(Plain, kind, Dropout), torch.zeros(64, WIDTH))
+    found, curve = units(what_if(work), kinds=(Replay, Offload))
+    assert curve.peak(()) == plain(work).live_bytes().max()
+    for number in range(len(found.units)):
+        decisions = found.decisions((number,))
+        assert curve.peak((number,)) == plain(work, decisions).live_bytes().max(), decisions
+
+
+def test_data_that_the_step_puts_back_before_backward_is_seen():
+    def step(model, optimizer, batch):
+        weight = model.blocks["Plain"].linear.weight
+        data = weight.data
+        weight.data = data.sign()
+        loss = model(batch)
+        weight.data = data
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model = Net(Plain, Dropout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offered = set(units(what_if(workload(model, torch.zeros(64, WIDTH), step=step, optimizer=optimizer)))[0].modules)
+    assert "blocks.Dropout" in offered and not {"blocks.Plain", "blocks.Plain.linear"} & offered
 
 
 # ---- compiled modules --------------------------------------------------------------------------------------------

@@ -255,7 +255,8 @@ def test_a_backward_may_be_run_twice_and_in_part(copies):
 def test_the_copy_on_the_device_is_released_with_the_last_tensor_that_asks_for_it():
     storage = torch.arange(4.0)
     host = rule.HostCopy(storage)
-    saved = [rule.OffloadedTensor(host, rule.StorageView(0, part)) for part in (storage[:2], storage[2:])]
+    parts, key = (storage[:2], storage[2:]), rule.key_of(storage)
+    saved = [rule.OffloadedTensor(host, part, rule.StorageView(key, part)) for part in parts]
     for _ in range(2):  # a graph may be traversed twice
         assert torch.equal(saved[0].tensor(), storage[:2]) and host.back is not None
         assert torch.equal(saved[1].tensor(), storage[2:]) and host.back is None
