@@ -219,7 +219,7 @@ class Segment:
     that backward will ask for next: at the middle one of these, at the middle one of those after it, and so on.
     """
 
-    with_norms = WeakSet()  # segments with a batch norm in evaluation mode, whose output depends on its statistics
+    with_norms: WeakSet = WeakSet()  # segments with a batch norm in evaluation mode, whose output depends on its statistics
 
     def __init__(self, tape, parts):
         self.tape, self.is_complete = tape, False
