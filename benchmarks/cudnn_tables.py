@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.published import vision
 from examples import convnet, gan, unet
-from planner.recording.op_schema import kernel_call
+from planner.virtual_gpu.values.kernel_calls import kernel_call
 from planner.workspaces.cudnn import tables
 from planner.workspaces.cudnn.asking import ask_child
 from planner.workspaces.cudnn.convolution import OPERATIONS, Convolution, Kind, Shape, Sizes

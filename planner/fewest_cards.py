@@ -112,7 +112,13 @@ def plan_fewest_cards(
     watch = watch or Watch()
     for count in counts:
         watch.stage(f"planning for {_cards(count)}")
-        plan = _plan_on(count, workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        try:
+            plan = _plan_on(count, workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        except (StepError, TimeLimitError) as error:
+            if chosen is None:
+                raise
+            notes.append(f"{_cards(count)}: not compared: {error}")  # the answer is known already
+            break
         if chosen is None and plan is None:
             notes.append(f"{_cards(count)}: no plan fits")
             too_few.append(count)

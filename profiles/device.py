@@ -67,7 +67,7 @@ class DeviceProfile:
     flops_per_s: Mapping[str, int] = dataclasses.field(hash=False)
     """Floating-point operations per second for each of `DTYPES`.
 
-    'fp32' is the rate of a plain fp32 matmul, which is PyTorch's default; 'tf32' counts only if the user allows it.
+    'fp32' is the rate of a plain fp32 matmul, and 'tf32' that of convolutions in fp32; both are PyTorch's defaults.
     'fp16' and 'bf16' are rates of dense matmuls that accumulate in fp32. If the card emulates a dtype, the rate is that
     of the emulation.
     """

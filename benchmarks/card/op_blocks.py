@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from planner.estimate.footprint import ALLOCATOR_GRANULARITY_BYTES
 from planner.profiles.device import DeviceProfile
-from planner.recording.op_schema import in_order_of_birth, kernel_call, op_traits
+from planner.recording.op_schema import in_order_of_birth, op_traits
 from planner.recording.step_graph import round_up
+from planner.virtual_gpu.values.kernel_calls import kernel_call
 from planner.workspaces import blocks_of, has_formula, is_known
 
 Event = tuple[str, int, int]

@@ -12,16 +12,26 @@ FAULTS = (
     Fault(
         name="workspaces-depthwise-on-tensor-cores",
         path="planner/estimate/roofline.py",
-        old='"fp32" if is_depthwise or op.dtype',
-        new='"fp32" if op.dtype',
+        old="kernels is Kernels.DEPTHWISE and dtype in AUTOCAST_DTYPES",
+        new="kernels is Kernels.DEPTHWISE and dtype in ()",
         tests=("tests/estimate/test_roofline.py::test_depthwise_kernels_run_without_tensor_cores",),
         why="PyTorch's kernels for depthwise convolutions are predicted to run at the rate of tensor cores",
     ),
     Fault(
+        name="workspaces-time-of-convolutions-without-tf32",
+        path="planner/estimate/roofline.py",
+        old="and op.kernel.settings.allow_tf32",
+        new="and not op.kernel.settings.allow_tf32",
+        tests=(
+            "tests/estimate/test_roofline.py::test_convolutions_in_fp32_have_the_rate_of_tf32_if_pytorch_allows_it",
+        ),
+        why="convolutions in fp32 are predicted without TF32, which PyTorch allows by default",
+    ),
+    Fault(
         name="workspaces-copies-between-layers-in-channels-last",
         path="planner/virtual_gpu/kernels.py",
-        old="            if (suggested := suggest_memory_format(tensor)) is not torch.contiguous_format:\n",
-        new="            if (suggested := suggest_memory_format(tensor)) is torch.contiguous_format:\n",
+        old="    if not results_in_channels_last(",
+        new="    if results_in_channels_last(",
         tests=(
             "tests/estimate/test_convolution_workspaces.py"
             "::test_layers_in_channels_last_hand_on_their_format_and_copy_nothing",
@@ -58,10 +68,45 @@ FAULTS = (
     Fault(
         name="workspaces-deterministic-dilated-in-cudnn",
         path="planner/workspaces/cudnn/dispatch.py",
-        old="    return not (is_dilated and options.settings.deterministic) or convolves_channels_last(x, w)\n",
+        old="    return not (options.is_dilated and options.settings.deterministic) or convolves_channels_last(x, w)\n",
         new="    return True\n",
         tests=(f"{_CALLS}::test_deterministic_convolutions_with_dilation_run_in_cudnn_in_channels_last_only",),
         why="a deterministic convolution with dilation is counted with a workspace of cuDNN, which does not run it",
+    ),
+    Fault(
+        name="workspaces-columns-of-all-samples",
+        path="planner/workspaces/cudnn/dispatch.py",
+        old="math.prod((*w.shape[1:], *output.shape[2:]))",
+        new="math.prod((*w.shape[1:], output.shape[0], *output.shape[2:]))",
+        tests=(f"{_CALLS}::test_kernels_without_cudnn_take_a_matrix_of_columns_for_one_sample",),
+        why="PyTorch's own kernels are promised the columns of a whole batch, although they compute sample by sample",
+    ),
+    Fault(
+        name="workspaces-bf16-in-cudnn-on-old-cards",
+        path="planner/workspaces/cudnn/dispatch.py",
+        old='x.dtype == "bfloat16" and capability is not None and capability < _CONVOLVES_BF16',
+        new='x.dtype == "bfloat16" and capability is None',
+        tests=(f"{_CALLS}::test_bf16_is_convolved_by_cudnn_from_compute_capability_8_on",),
+        why="bf16 convolutions on old cards are counted with workspaces of cuDNN, which does not run them",
+    ),
+    Fault(
+        name="workspaces-depthwise-without-copies",
+        path="planner/workspaces/cudnn/dispatch.py",
+        old="        Kernels.DEPTHWISE: (_depthwise_forward, _depthwise_backward),\n",
+        new="        Kernels.DEPTHWISE: (lambda call: [], lambda call: []),\n",
+        tests=(f"{_CALLS}::test_depthwise_kernels_of_pytorch_read_contiguous_copies",),
+        why="the contiguous copies that PyTorch makes for its depthwise kernels are not counted",
+    ),
+    Fault(
+        name="workspaces-group-norm-in-channels-last",
+        path="planner/virtual_gpu/kernels.py",
+        old="        input = input.contiguous()\n",
+        new="",
+        tests=(
+            "tests/virtual_gpu/test_memory_formats.py"
+            "::test_group_norm_keeps_a_contiguous_copy_of_its_input_for_the_backward",
+        ),
+        why="the copy that a group normalization in channels_last saves for the backward is not counted",
     ),
     Fault(
         name="workspaces-of-the-fastest-algorithms-only",

@@ -11,7 +11,7 @@ import numpy as np
 from planner.allocator.options import settings_of, without_limit
 from planner.allocator.replay import AllocatorOutcome, replay
 from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings
-from planner.estimate import roofline
+from planner.estimate import roofline, tape_time
 from planner.estimate.add_workspaces import with_least_workspaces
 from planner.estimate.allocation_stream import (
     allocation_stream,
@@ -135,7 +135,7 @@ def measure(
         module=op.module if op else "",
         op=op.name if op else "",
         breakdown=_breakdown(by_category[:, tick], reserved, card),
-        step_ns=roofline.step_ns(graph, card, micro_batches),
+        step_ns=roofline.step_ns(graph, card, micro_batches) + tape_time.host_ns(graph, card, decisions),
         flops=roofline.step_flops(graph, micro_batches),
         most=_named(by_category.max(axis=1)),
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 
 from planner.estimate.lanes import exposed_ns
-from planner.profiles.device import DeviceProfile
+from planner.profiles.device import AUTOCAST_DTYPES, DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
 from planner.workspaces.cudnn.dispatch import Kernels, is_convolution, kernels_of
 
@@ -48,10 +48,19 @@ def op_ns(op: Op, card: DeviceProfile) -> int:
 def flops_rate(op: Op, card: DeviceProfile) -> int:
     """Returns the FLOPs per second for the dtype of an op.
 
-    PyTorch's own depthwise kernels do not use tensor cores, so they get the rate of fp32.
+    A convolution in fp32 that runs on cuDNN has the rate of TF32 if the recorded step allows it, as PyTorch does by
+    default. A matrix product in fp32 has the rate of fp32. PyTorch's own depthwise kernels do not use tensor cores, so
+    they have the rate of fp32 in half precision, too.
     """
-    is_depthwise = op.kernel is not None and is_convolution(op.name) and kernels_of(op.kernel) is Kernels.DEPTHWISE
-    return card.flops_per_s["fp32" if is_depthwise or op.dtype not in card.flops_per_s else op.dtype]
+    rates = card.flops_per_s
+    dtype = op.dtype
+    if op.kernel is not None and is_convolution(op.name):
+        kernels = kernels_of(op.kernel, card.compute_capability)
+        if kernels is Kernels.CUDNN and dtype == "fp32" and op.kernel.settings.allow_tf32:
+            dtype = "tf32"
+        elif kernels is Kernels.DEPTHWISE and dtype in AUTOCAST_DTYPES:
+            dtype = "fp32"
+    return rates.get(dtype, rates["fp32"])
 
 
 def transfer_ns(moved_bytes: int, card: DeviceProfile) -> int:
@@ -77,23 +86,23 @@ def op_times_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> li
     An op of a micro-batch that stands for several counts once for each of them. If the graph has several steps, only
     the ops of the last step count, or the mean of the steps that repeat; the time of all other ops is 0.
     """
-    counts, period = _counts(graph, micro_batches), graph.schedule.period
-    return [op_ns(op, card) * count // period for op, count in zip(graph.ops, counts, strict=True)]
+    runs, period = counts(graph, micro_batches), graph.schedule.period
+    return [op_ns(op, card) * count // period for op, count in zip(graph.ops, runs, strict=True)]
 
 
 def step_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> int:
     """Returns the time of one training step in nanoseconds, with the time for which it waits for other cards."""
     times = op_times_ns(graph, card, micro_batches)
-    return sum(times) + exposed_ns(graph, card, times, _counts(graph, micro_batches))
+    return sum(times) + exposed_ns(graph, card, times, counts(graph, micro_batches))
 
 
 def step_flops(graph: StepGraph, micro_batches: int) -> int:
     """Returns the number of floating point operations of one training step, recomputation included."""
-    counts = _counts(graph, micro_batches)
-    return sum(op.flops * count for op, count in zip(graph.ops, counts, strict=True)) // graph.schedule.period
+    runs = counts(graph, micro_batches)
+    return sum(op.flops * count for op, count in zip(graph.ops, runs, strict=True)) // graph.schedule.period
 
 
-def _counts(graph: StepGraph, micro_batches: int) -> list[int]:
+def counts(graph: StepGraph, micro_batches: int) -> list[int]:
     """Returns, for each op of the graph, how often it runs in one training step, or in the steps that repeat.
 
     The count is taken from the last step that was recorded, or from the last ones that repeat: an op of a forward or

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from planner.profiles.device import DeviceProfile
-from planner.recording.op_schema import cudnn_settings
+from planner.virtual_gpu.values.kernel_calls import cudnn_settings
 from planner.workload.own_step import HAVE_OWN_CODE, runs_own_code
 from planner.workload.workload import Workload, described, tensors_of
 

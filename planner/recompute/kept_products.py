@@ -42,7 +42,7 @@ of the others.
 """
 
 _MOST_DROPS = 4
-"""Maximum number of choices that keep only some products."""
+"""Maximum number of alternatives that keep only some of the products (`_alternatives`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,11 +150,11 @@ class Keepable:
         return bool(op.outputs) and makes_outputs and not overwritten and not op.draws_random_numbers
 
     def _alternatives(self, numbers: set[int], products: dict[int, list[int]]) -> list[tuple[int, ...]]:
-        """Returns one or two sets of product numbers, which are the alternatives for what a call keeps.
+        """Returns sets of product numbers, which are the alternatives for what a call keeps.
 
-        The first set has all products. For the second set, products are sorted by time saved per byte kept, and the set
-        has the products before the steepest drop; it exists only if the drop is larger than `_MIN_DENSITY_DROP`. This
-        is a heuristic, and other subsets are not tried.
+        The first set has all products. For the others, products are sorted by time saved per byte kept, and a set has
+        the products before a drop that is larger than `_MIN_DENSITY_DROP`; the `_MOST_DROPS` steepest drops are taken.
+        This is a heuristic, and other subsets are not tried.
         """
         if not numbers:
             return []

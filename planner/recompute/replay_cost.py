@@ -15,16 +15,16 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
+from planner.estimate.tape_time import recorded_ns, replayed_ns
 from planner.recompute.kept_products import Kept
 from planner.recompute.recompute_cost import Rerun
-from planner.recompute.segments import ops_in, position_of
+from planner.recompute.segments import position_of
+from planner.recording.module_calls import ops_in
 from planner.recording.op_schema import WRITE_STATISTICS
 from planner.recording.step_graph import Save, StepGraph
 
-_RECORDED_LAUNCHES = 10
-"""Time that the host takes to launch an op and to record it on a tape, as a multiple of the time to launch it."""
-_REPLAYED_LAUNCHES = 5
-"""The same multiple for an op that runs again in a replay. `python -m benchmarks.tape` measures both multiples."""
+_COPIED_STATISTICS = 2
+"""Number of running statistics of a norm that a replay copies: mean and variance."""
 
 
 class Replays:
@@ -215,12 +215,14 @@ class Replays:
         return sum(self._sizes[storage] for storage in storages)
 
     def ns_of(self, ops: Sequence[int]) -> int:
-        """Returns the time in ns of replaying these ops. An op takes the longer of the times of card and host."""
-        return sum(max(self._op_ns[op], _REPLAYED_LAUNCHES * self._launch_ns) for op in ops)
+        """Returns the time in ns of replaying these ops, and of copying the running statistics that they update."""
+        copied = sum(bool(self._statistics_bytes(op)) for op in ops)
+        copies_ns = _COPIED_STATISTICS * copied * replayed_ns(0, self._launch_ns)
+        return sum(replayed_ns(self._op_ns[op], self._launch_ns) for op in ops) + copies_ns
 
     def _recording_ns(self, ops: Sequence[int]) -> int:
         """Returns the time in ns by which the forward becomes longer because these ops are recorded on a tape."""
-        return sum(max(0, _RECORDED_LAUNCHES * self._launch_ns - self._op_ns[op]) for op in ops)
+        return sum(recorded_ns(self._op_ns[op], self._launch_ns) - self._op_ns[op] for op in ops)
 
 
 @dataclasses.dataclass

@@ -7,11 +7,14 @@ each segment is halved at one of its cheapest cuts, near the middle of its saved
 length, from the whole forward to the ops between two neighboring cuts. This generalizes the evenly spaced segments of
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), to forwards whose layers differ.
 
-A module that calls many submodules is cut between the calls. Its segments are recomputed only in parts, one part at a
-time, and never as a whole. Each part is recomputed from the inputs of an earlier part, and only few of these inputs are
-alive at the same time. So these segments fit into budgets that are too small for checkpoints of the submodules: memory
-grows with the logarithm of the number of parts, as in Chen et al., section 4.4, and in Griewank 1992, "Achieving
-logarithmic growth of temporal and spatial complexity in reverse automatic differentiation".
+A module that calls many submodules is cut between the calls. Its segments are recomputed in parts, one part at a time,
+and only the shortest segments, which are not cut further, as a whole. Each part is recomputed from the inputs of an
+earlier part, and only few of these inputs are alive at the same time. So these segments fit into budgets that are too
+small for checkpoints of the submodules: memory grows with the logarithm of the number of parts, as in Chen et al.,
+section 4.4, and in Griewank 1992, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
+differentiation". A shortest segment that is just the call of a submodule is left out: the submodule is a unit already.
+Others also have ops of the outer module, such as the concatenation before each block of a U-Net, whose result a
+checkpoint of the block would keep.
 
 Such a segment may also keep the outputs of its products (`recompute.kept_products`) and be divided after each product,
 and so may the whole forward of a block that runs several products. Then no product runs again. The ops between two
@@ -36,13 +39,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.recompute.divided_calls import blocks, calls_with_many_calls, long_calls
-from planner.recording.module_calls import WITHOUT_GRADIENTS
-from planner.recording.step_graph import Call, Op, Phase, Save, StepGraph
+from planner.recording.module_calls import WITHOUT_GRADIENTS, ops_in
+from planner.recording.step_graph import Call, Save, StepGraph
 
 _MIN_SEGMENT_SHARE = 1 / 100
 """Minimum fraction of all saved bytes that a segment must save for being cut into halves."""
 _LEVELS = 3
-"""Levels of halving that become segments, of a forward that calls many submodules."""
+"""Number of times that the forward of a module with many submodules is halved into segments."""
 _GOOD_CUT = 1.2
 """Maximum ratio of the bytes that cross a cut to the bytes that cross the segment's cheapest cut.
 
@@ -90,21 +93,6 @@ def with_segments(graph: StepGraph) -> StepGraph:
             cuts = _Cuts(graph, ops_of[first], [graph.calls[inner] for inner in inner_calls[first]], saved_bytes)
             segments |= dict.fromkeys(calls, cuts.segments() if first in long else cuts.divided_segments())
     return _with_calls(graph, ops_of, segments) if any(segments.values()) else graph
-
-
-def ops_in(graph: StepGraph, call: int) -> list[int]:
-    """Returns the indices of a call's ops that make or change a storage, in execution order.
-
-    The number of an op in a segment is its position in this list.
-    """
-    ops = graph.ops
-    first = bisect(ops, graph.calls[call].start, key=_tick_of)
-    last = bisect_left(ops, graph.calls[call].end, lo=first, key=_tick_of)
-    return [index for index in range(first, last) if ops[index].phase is Phase.FORWARD and ops[index].makes_or_changes]
-
-
-def _tick_of(op: Op) -> int:
-    return op.tick
 
 
 def position_of(save: Save, ticks: Sequence[int]) -> int:
@@ -186,7 +174,11 @@ class _Cuts:
         )
 
     def divided_segments(self) -> tuple[Segment, ...]:
-        """The whole forward, its halves and its quarters; each may be recomputed only in parts (`only_divided`)."""
+        """The whole forward, its halves, down to `_LEVELS` levels, and the shortest segments of all levels.
+
+        Those that are cut may be recomputed only in parts (`only_divided`). Segments that are the call of a submodule
+        are left out.
+        """
         segments: list[Segment] = []
         self._halve(0, len(self._crossing) - 1, segments, depth=_LEVELS)
         return tuple(
@@ -200,7 +192,8 @@ class _Cuts:
 
         Args:
             start, stop: op numbers.
-            segments: the list to which the segments are appended, down to `depth` levels of halving.
+            segments: the list to which the segments are appended: those of `depth` levels of halving, and the
+                innermost halves.
             depth: levels of halving that become segments. Deeper levels only give split points.
 
         Returns:

@@ -258,8 +258,9 @@ def _choices(
     # Recompute: each module or segment with nothing kept, with some products kept, and divided into parts.
     for (module, segment), calls in _candidates(graph, windows, kinds).items():
         nothing = dict.fromkeys(calls, NOTHING)
+        choices: list[tuple[dict[int, Kept], tuple[int, ...]]] = [(nothing, ())]
         if segment is None:
-            choices = [(kept, ()) for kept in (nothing, *keepable.choices({c: windows[c].last_pack for c in calls}))]
+            choices += [(kept, ()) for kept in keepable.choices({call: windows[call].last_pack for call in calls})]
         else:
             choices = _of_segment(graph.calls[calls[0]], segment, calls, keepable, replays)
         for kept, split_points in choices:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from planner.recording.given_containers import GivenContainers
 from planner.recording.host_tensors import HostTensors
 from planner.recording.module_state import (
     attributes_of,
@@ -18,7 +20,7 @@ from planner.recording.module_state import (
     memory_of_own,
     module_state,
 )
-from planner.recording.step_graph import Call
+from planner.recording.step_graph import Call, Op, Phase, StepGraph
 from planner.recording.storage_table import StorageTable, local_part
 
 # Obstacles: reasons why a call must not be run twice. "It" is the module.
@@ -54,6 +56,7 @@ class ModuleCalls:
         """Identities of the parameters that each module has itself, when its hooks were set. Modules with shards are
         left out: FSDP2 replaces these for each call."""
         self._states: list[dict[str, object]] = []
+        self._given: list[GivenContainers | None] = []
         self._before: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
         """Calls in the running forward of the model: index of the call, module, and its attributes before the call."""
         self._until_backward: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
@@ -108,6 +111,7 @@ class ModuleCalls:
         """Returns the hook that runs before every forward of one module and begins a `Call`."""
 
         def enter(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            self._given.append(GivenContainers(args, kwargs) if _is_unit(module) else None)
             if torch._C._current_autograd_node() is not None:  # a recomputation inside backward
                 self._stack.append((name, None))
                 return
@@ -161,7 +165,9 @@ class ModuleCalls:
         """Returns the hook that runs after the forward of every module, even if the forward raises; ends the `Call`."""
 
         def leave(module: torch.nn.Module, args: tuple, output: Any) -> None:
-            _, call = self._stack.pop()
+            name, call = self._stack.pop()
+            if (given := self._given.pop()) is not None:
+                given.refuse_changes(name)
             if call is not None:
                 self.all[call].end = self._table.next_tick()
                 if (changed := changed_state(self._states.pop(), module_state(module))) is not None:
@@ -238,3 +244,18 @@ def _divides_modules() -> bool:
 def _is_unit(module: torch.nn.Module) -> bool:
     """True if FSDP2 gathers the parameters of the module before each forward, by one hook before and one after it."""
     return hasattr(module, "_get_fsdp_state")
+
+
+def ops_in(graph: StepGraph, call: int) -> list[int]:
+    """Returns the indices of a call's ops that make or change a storage, in execution order.
+
+    The number of an op in a segment is its position in this list.
+    """
+    ops = graph.ops
+    first = bisect(ops, graph.calls[call].start, key=_tick_of)
+    last = bisect_left(ops, graph.calls[call].end, lo=first, key=_tick_of)
+    return [index for index in range(first, last) if ops[index].phase is Phase.FORWARD and ops[index].makes_or_changes]
+
+
+def _tick_of(op: Op) -> int:
+    return op.tick

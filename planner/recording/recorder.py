@@ -41,7 +41,6 @@ from planner.recording.op_schema import (
     dtype_name,
     host_bytes,
     in_order_of_birth,
-    kernel_call,
     moved_bytes,
     numbers_in,
     op_traits,
@@ -58,6 +57,7 @@ from planner.virtual_gpu.source_lines import source_line
 from planner.virtual_gpu.values.data_dependence import DataDependence
 from planner.virtual_gpu.values.data_dependent_ops import run_data_dependent_op
 from planner.virtual_gpu.values.kernel_arguments import refuse_arguments
+from planner.virtual_gpu.values.kernel_calls import kernel_call
 from planner.virtual_gpu.values.shadow_ops import nested_tensors
 from planner.workspaces import has_formula
 

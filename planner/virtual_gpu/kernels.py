@@ -7,25 +7,28 @@ named in this module are in aten/src/ATen/native of PyTorch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.values.data_dependence import DataDependence
+from planner.virtual_gpu.values.kernel_calls import kernel_call
+from planner.workspaces.cudnn.dispatch import results_in_channels_last
+from planner.workspaces.registry import KernelCall
 
 Made = tuple[Any, list[torch.Tensor]]
 """(result of an op, its scratch tensors)."""
 
 KERNELS: dict[torch._ops.OpOverload, Callable[..., Made]] = {}
 """The registered functions, by op."""
+_ONLY_ON_CUDA: set[torch._ops.OpOverload] = set()
+"""The ops whose functions are not used on the CPU."""
 
 _aten = torch.ops.aten
 
-_CONVOLVED_BY_CUDNN = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that cuDNN convolves in any memory format. Convolutions in fp64 run in the contiguous format."""
 ASSUMED_LENGTHS = "all inputs and targets of ctc_loss have full length"
 
 
@@ -35,13 +38,20 @@ def kernels_of(device: str) -> dict[torch._ops.OpOverload, Callable[..., Made]]:
     The CPU's kernels return tensors of the same sizes as CUDA's, except those in `_ON_CPU`. Some take other scratch
     memory; the caller has to ignore the scratch tensors.
     """
-    return {**KERNELS, **_ON_CPU} if device == "cpu" else KERNELS
+    if device != "cpu":
+        return KERNELS
+    return {**{op: function for op, function in KERNELS.items() if op not in _ONLY_ON_CUDA}, **_ON_CPU}
 
 
-def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
+def cuda_kernel(
+    *ops: torch._ops.OpOverload, only_on_cuda: bool = False
+) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
     """Returns a decorator that registers a function which allocates what these ops allocate on CUDA.
 
     The recorder calls it as `function(dependence, op, *args, **kwargs)`; `dependence` knows tensor values.
+
+    Args:
+        only_on_cuda: True if the fake kernels allocate what the CPU's kernels do, so that they need no function there.
 
     Raises:
         ValueError: an op already has a function.
@@ -52,6 +62,7 @@ def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], 
             if op in KERNELS:
                 raise ValueError(f"{op} already has a function: register only one function for each op")
             KERNELS[op] = function
+        _ONLY_ON_CUDA.update(ops if only_on_cuda else ())
         return function
 
     return register
@@ -72,42 +83,64 @@ def _reduced_in_full_storage(
     return full.as_strided(out.shape, out.stride(), 0), []
 
 
-@cuda_kernel(_aten.convolution.default)
-def _convolution(
-    dependence: DataDependence, op: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
-) -> Made:
+@cuda_kernel(_aten.convolution.default, only_on_cuda=True)
+def _convolution(dependence: DataDependence, op: Any, *args: Any, **kwargs: Any) -> Made:
     """Allocates the output of a convolution (Convolution.cpp). The output of the fake kernel is always contiguous."""
-    out = op(input, weight, *args, **kwargs)
-    return _in_memory_format(out, _format_of_convolution(input, weight)), []
+    out = op(*args, **kwargs)
+    return _in_format_of_convolution(out, kernel_call(op, args, kwargs, out)), []
 
 
-@cuda_kernel(_aten.convolution_backward.default)
-def _convolution_backward(
-    dependence: DataDependence, op: Any, grad: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
-) -> Made:
+@cuda_kernel(_aten.convolution_backward.default, only_on_cuda=True)
+def _convolution_backward(dependence: DataDependence, op: Any, *args: Any, **kwargs: Any) -> Made:
     """Allocates the gradients of a convolution. Those of the input and weight have the convolution's memory format."""
-    *grads, of_bias = op(grad, input, weight, *args, **kwargs)
-    memory_format = _format_of_convolution(input, weight)
-    return (*(_in_memory_format(each, memory_format) for each in grads), of_bias), []
+    *grads, of_bias = op(*args, **kwargs)
+    call = kernel_call(op, args, kwargs, grads)
+    return (*(None if each is None else _in_format_of_convolution(each, call) for each in grads), of_bias), []
 
 
-def _format_of_convolution(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """Returns the memory format in which a convolution runs on CUDA (`cudnn_conv_suggest_memory_format`, ConvUtils.h).
-
-    The fake kernels choose the format in which a convolution runs on the CPU.
-    """
-    runs_in_cudnn = input.device.type != "cpu" and torch.backends.cudnn.enabled and input.dtype in _CONVOLVED_BY_CUDNN
-    if runs_in_cudnn:
-        for tensor in (input, weight):
-            if (suggested := suggest_memory_format(tensor)) is not torch.contiguous_format:
-                return suggested
-    return torch.preserve_format
-
-
-def _in_memory_format(tensor: torch.Tensor | None, memory_format: torch.memory_format) -> torch.Tensor | None:
-    if tensor is None or memory_format is torch.preserve_format:
+def _in_format_of_convolution(tensor: torch.Tensor, call: KernelCall) -> torch.Tensor:
+    """Returns a tensor like `tensor`, a contiguous result of a convolution, in the memory format that CUDA gives it."""
+    if not results_in_channels_last(call, torch.cuda.get_device_capability()):  # that of the simulated card
         return tensor
+    if tensor.dim() == 3:  # computed as an image with a height of 1
+        return _in_format_of_convolution(tensor.unsqueeze(2), call).squeeze(2)
+    memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
     return torch.empty_like(tensor, memory_format=memory_format)
+
+
+@cuda_kernel(*(getattr(_aten, f"reflection_pad{dims}d").default for dims in (1, 2, 3)), only_on_cuda=True)
+def _reflection_pad(dependence: DataDependence, op: Any, input: torch.Tensor, padding: Any) -> Made:
+    """Allocates a padded image (cuda/ReflectionPad.cu). It is contiguous, and so is the image that the kernel reads.
+
+    The kernel makes a contiguous copy of an image in another memory format.
+    """
+    return _contiguous(op(input, padding)), _contiguous_copies(input)
+
+
+@cuda_kernel(_aten.reflection_pad1d_backward.default, _aten.reflection_pad2d_backward.default, only_on_cuda=True)
+def _reflection_pad_backward(dependence: DataDependence, op: Any, grad: Any, input: torch.Tensor, padding: Any) -> Made:
+    """Allocates the gradient of a padded image (cuda/ReflectionPad.cu), as `_reflection_pad` does for the forward."""
+    return _contiguous(op(grad, input, padding)), _contiguous_copies(grad)
+
+
+@cuda_kernel(
+    *(getattr(_aten, f"replication_pad{dims}d{part}").default for dims in (1, 2, 3) for part in ("", "_backward")),
+    _aten.reflection_pad3d_backward.default,
+    only_on_cuda=True,
+)
+def _pad(dependence: DataDependence, op: Any, *args: Any) -> Made:
+    """Allocates a padded image, or its gradient: contiguous, without copies (cuda/ReplicationPadding.cu)."""
+    return _contiguous(op(*args)), []
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor like `tensor`, or `tensor` itself if it is contiguous."""
+    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _contiguous_copies(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the copies that `Tensor.contiguous` makes of tensors."""
+    return [_contiguous(tensor) for tensor in tensors if not tensor.is_contiguous()]
 
 
 @cuda_kernel(_aten.native_layer_norm_backward.default)
@@ -118,9 +151,7 @@ def _layer_norm_backward(dependence: DataDependence, op: Any, grad: Any, input: 
     strides of `grad`, so that a later `reshape` would copy it.
     """
     input_grad, *others = op(grad, input, *args)
-    if input_grad is not None and not input_grad.is_contiguous():
-        input_grad = torch.empty_like(input_grad, memory_format=torch.contiguous_format)
-    return (input_grad, *others), []
+    return (None if input_grad is None else _contiguous(input_grad), *others), []
 
 
 @cuda_kernel(_aten.native_group_norm_backward.default)
@@ -259,9 +290,10 @@ _ON_CPU: dict[torch._ops.OpOverload, Callable[..., Made]] = {
 
 
 def register_routes(dependence: DataDependence, autograd_key: str) -> None:
-    """Registers composite ops that read numbers from tensors, so that they run the same ops as for real tensors.
+    """Registers composite ops that run other ops on CUDA than on the device of the rehearsal.
 
-    At present this is `ctc_loss` with lengths in tensors. The registration lasts until the process ends.
+    These are `ctc_loss` with lengths in tensors, which reads numbers from tensors, and on the virtual GPU `group_norm`.
+    The registration lasts until the process ends.
 
     Args:
         autograd_key: dispatch key of composite ops on the device of the rehearsal (`Target.autograd_key`).
@@ -287,3 +319,19 @@ def register_routes(dependence: DataDependence, autograd_key: str) -> None:
         return losses.sum() if reduction == 2 else losses
 
     backend.route("aten::ctc_loss.Tensor", ctc_loss, autograd_key)
+
+    def group_norm(
+        input: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+        cudnn_enabled: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """Runs the ops of `group_norm` in group_norm.cpp for CUDA: its input and output are contiguous.
+
+        On the CPU and on devices that other libraries add to PyTorch, the input keeps its memory format.
+        """
+        samples, channels, *image = input.shape
+        weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
+        input = input.contiguous()
+        return torch.native_group_norm(input, weight, bias, samples, channels, math.prod(image), num_groups, eps)[0]
+
+    if autograd_key != "AutogradCPU":
+        backend.route("aten::group_norm", group_norm, autograd_key)

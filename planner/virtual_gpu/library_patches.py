@@ -23,6 +23,8 @@ def let_libraries_take_fakes_for_real(device: str = NAME) -> None:
     _let_optimizers_choose_as_for_real_tensors()
     _let_modules_convert_as_real_tensors_do()
     _let_parameters_be_copied_as_real_ones()
+    if device == NAME:
+        _let_fake_kernels_allocate_as_for_cuda()
     _let_bitsandbytes_make_its_tables(device)
 
 
@@ -78,6 +80,21 @@ def _let_parameters_be_copied_as_real_ones() -> None:
 
     fake_tensor: Any = FakeTensor  # mypy does not allow to patch methods of a class
     fake_tensor.__deepcopy__ = deepcopy
+
+
+def _let_fake_kernels_allocate_as_for_cuda() -> None:
+    """Makes PyTorch's fake kernels choose the memory formats of CUDA for tensors on the virtual GPU.
+
+    The fake kernels of Fourier transforms, of padding and of eigenvectors ask `device_hint` for the device.
+    """
+    fake_kernels: Any = importlib.import_module("torch._meta_registrations")
+    hint = fake_kernels.device_hint
+
+    def device_hint(tensor: Any) -> str:
+        device: str = hint(tensor)
+        return "cuda" if device == NAME else device
+
+    fake_kernels.device_hint = device_hint
 
 
 def _let_bitsandbytes_make_its_tables(device: str) -> None:

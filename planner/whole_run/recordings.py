@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from planner import pipeline
-from planner.estimate import roofline
+from planner.estimate import roofline, tape_time
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import granularity_bytes, with_whole_batch
 from planner.plan_types.decision_base import Decision, micro_batches_of
@@ -170,6 +170,7 @@ class RunRecordings:
             graph, (TRAINING_STEP, TRAINING_STEP), self._slots, granularity_bytes=granularity_bytes(self._card)
         )
         step_ns = roofline.step_ns(graph, self._card, self._parts)
+        step_ns += tape_time.host_ns(graph, self._card, self._decisions)
         return RecordedStep(setup=setup, moment=moments[TRAINING_STEP], step_ns=step_ns, is_predicted=is_predicted)
 
 

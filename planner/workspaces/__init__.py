@@ -15,10 +15,11 @@ from planner.workspaces import (
     indexing,
     norms,
     reductions,
+    upsampling,
 )
 from planner.workspaces.registry import blocks_of, has_formula, is_known
 
-FORMULAS = (attention, convolutions, cudnn_attention, cudnn_recurrent, gemm, indexing, norms, reductions)
+FORMULAS = (attention, convolutions, cudnn_attention, cudnn_recurrent, gemm, indexing, norms, reductions, upsampling)
 """The modules that define formulas. Importing them registers the formulas."""
 
 __all__ = ["FORMULAS", "blocks_of", "has_formula", "is_known"]

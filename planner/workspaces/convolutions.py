@@ -29,7 +29,7 @@ def convolution(call: KernelCall, card: DeviceProfile, torch_version: str) -> Se
 
     Source: cudnn/ConvShared.cpp, cudnn/Conv_v8.cpp (`run_conv_plan`); Convolution.cpp, `convolution_backward`.
     """
-    placed = placed_of(call)
+    placed = placed_of(call, card.compute_capability, torch_version)
     asked = [each.taken for each in placed if isinstance(each.taken, Convolution)]
     if searches(card, call.settings):
         asked = [*asked, *map(_searched, asked)]
@@ -88,7 +88,7 @@ class Known:
     answers: tuple[Answer, ...]
     """One for each call of cuDNN."""
     others: int
-    """Number of convolutions that run neither on cuDNN nor on kernels without scratch memory."""
+    """Number of convolutions that run neither on cuDNN nor on kernels whose scratch memory is known."""
     searched: tuple[Answer, ...]
     """One for each call of cuDNN, if PyTorch searches for the fastest algorithms: the workspaces of all of them."""
 
@@ -104,13 +104,13 @@ def known(calls: Iterable[tuple[str, KernelCall | None]], card: DeviceProfile, t
     asked = [
         (each.taken, searches(card, call.settings))
         for call in convolutions
-        for each in placed_of(call)
+        for each in placed_of(call, card.compute_capability, torch_version)
         if isinstance(each.taken, Convolution)
     ]
     of_searches = [_searched(each) for each, is_searched in asked if is_searched]
     found = workspaces((*(each for each, _ in asked), *of_searches), card.compute_capability, torch_version)
     return Known(
         answers=tuple(found[each] for each, _ in asked),
-        others=sum(kernels_of(call) is Kernels.OTHER for call in convolutions),
+        others=sum(kernels_of(call, card.compute_capability, torch_version) is Kernels.OTHER for call in convolutions),
         searched=tuple(found[each] for each in of_searches),
     )

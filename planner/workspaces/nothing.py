@@ -113,9 +113,7 @@ _OVERLOADS = (
     "upsample_bicubic2d_backward",
     "upsample_bilinear2d",
     "upsample_bilinear2d_backward",
-    "upsample_nearest2d",
     "upsample_nearest2d.vec",
-    "upsample_nearest2d_backward",
     "upsample_bilinear2d.vec",
 )
 _FOREACH = (

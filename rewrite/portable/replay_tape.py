@@ -20,10 +20,6 @@ would take O(n^2) op runs; keeping the state at the start of every part would ta
 by recursive bisection, which takes O(n log n) op runs and O(log n) states (Griewank, Achieving logarithmic growth of
 temporal and spatial complexity in reverse automatic differentiation, 1992).
 
-Compared with selective activation checkpointing (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), what
-is kept is also chosen op by op, but Python code does not run again: the forward may have side effects and may branch
-on anything.
-
 The gradients have the same bits as without recomputing, if the ops are deterministic. Not seen, and therefore not
 recomputed: writes that do not go through the dispatcher, such as a kernel launched by hand on a tensor that already
 has contents. (A tensor from `empty` that no recorded op has filled when it is read is taken to be filled by such a
@@ -196,6 +192,10 @@ class Tape(TorchDispatchMode):
         finally:
             for tape in paused:
                 tape.is_paused = False
+
+    def latest_op_has_ended(self):
+        """Note that tensors which are saved from now on are not results of the latest op."""
+        self.sequence = None
 
     def pack(self, tensor):
         """Return a stand-in for a tensor that autograd saves.

@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 import torch
 import torch.utils.checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.plan_types.plan import Plan
@@ -83,6 +83,9 @@ def recomputed(forward, contexts):
         def run(*inputs):
             return forward(module, *inputs[:positional], **dict(zip(names, inputs[positional:], strict=True)))
 
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(mode, "latest_op_has_ended"):  # a tape of segments: the inputs saved now are not an op's results
+                mode.latest_op_has_ended()
         return torch.utils.checkpoint.checkpoint(
             run,
             *args,
@@ -245,7 +248,13 @@ for name in RECOMPUTED:
     forward = RECOMPUTE_CHECK.watched(forward_function(module), name)
     module.forward = types.MethodType(recomputed(forward, keeping_nothing), module)
 """
-    imports = ["import contextlib", "import functools", "import types", "import torch.utils.checkpoint"]
+    imports = [
+        "import contextlib",
+        "import functools",
+        "import types",
+        "import torch.utils.checkpoint",
+        "from torch.utils._python_dispatch import _get_current_dispatch_mode_stack",
+    ]
     functions: list[Callable] = [recomputed, keeping_nothing, Recompute, statistics_kept]
     if keeps:
         imports += [

@@ -146,6 +146,7 @@ def test_cudnn_benchmark_and_convolutions_that_are_not_cudnns_are_noted():
             nn.functional.conv2d(images, torch.rand(7, 5, 3, 3, device=device))
         with torch.backends.cudnn.flags(enabled=False):
             nn.functional.conv2d(images, torch.rand(7, 5, 3, 3, device=device))
+            nn.functional.conv_transpose2d(images, torch.rand(5, 7, 3, 3, device=device))
 
     notes = convolution_notes(recorded(program), CARD, "2.13.0")
     assert any("1 of 1 workspaces" in note and "by a formula" in note for note in notes)

@@ -17,13 +17,13 @@ from planner.estimate.roofline import (
     step_flops,
 )
 from planner.recording.step_graph import Op, Phase, StepGraph
-from planner.workspaces.registry import KernelCall, Layout
+from planner.workspaces.registry import CudnnSettings, KernelCall, Layout
 
 pytestmark = pytest.mark.no_torch
 
 CARD = dataclasses.replace(
     profiles.bare(),
-    flops_per_s={"fp32": 10**12, "tf32": 10**12, "fp16": 2 * 10**12, "bf16": 2 * 10**12, "fp64": 10**10},
+    flops_per_s={"fp32": 10**12, "tf32": 10**13, "fp16": 2 * 10**12, "bf16": 2 * 10**12, "fp64": 10**10},
     memory_bandwidth_bytes_per_s=10**11,
     host_link_bytes_per_s=10**10,
     launch_ns=7,
@@ -63,15 +63,31 @@ def test_time_of_an_op(made, nanoseconds):
     assert op_ns(made, CARD) == nanoseconds
 
 
-@pytest.mark.parametrize(("groups", "nanoseconds"), [(1, 507), (8, 1_007)])
-def test_depthwise_kernels_run_without_tensor_cores(groups, nanoseconds):
-    """A convolution in bf16. With a group for each channel, it runs on PyTorch's own kernels."""
-    image = Layout((2, 8, 9, 9), (648, 81, 9, 1), 2, "bfloat16")
-    weight = Layout((8, 8 // groups, 3, 3), (72 // groups, 9, 3, 1), 2, "bfloat16")
+def convolution_of(dtype: str, groups: int, **settings: bool) -> Op:
+    name, itemsize = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4), "fp64": ("float64", 8)}[dtype]
+    image = Layout((2, 8, 9, 9), (648, 81, 9, 1), itemsize, name)
+    weight = Layout((8, 8 // groups, 3, 3), (72 // groups, 9, 3, 1), itemsize, name)
     options = {name: (1, 1) for name in ("stride", "padding", "dilation")} | {"output_padding": (0, 0)}
     arguments = {"input": image, "weight": weight, **options, "groups": groups, "transposed": False}
-    made = op("aten.convolution.default", flops=10**6, dtype="bf16", kernel=KernelCall(arguments, (image,)))
-    assert op_ns(made, CARD) == nanoseconds
+    call = KernelCall(arguments, (image,), CudnnSettings(**settings))
+    return op("aten.convolution.default", flops=10**6, dtype=dtype, kernel=call)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "groups", "nanoseconds"), [("bf16", 1, 507), ("bf16", 8, 1_007), ("fp32", 8, 1_007), ("fp64", 8, 100_007)]
+)
+def test_depthwise_kernels_run_without_tensor_cores(dtype, groups, nanoseconds):
+    """With a group for each channel, a convolution runs on PyTorch's own kernels."""
+    assert op_ns(convolution_of(dtype, groups), CARD) == nanoseconds
+
+
+def test_convolutions_in_fp32_have_the_rate_of_tf32_if_pytorch_allows_it():
+    """PyTorch allows TF32 for cuDNN by default, and not for matrix products (aten/src/ATen/Context.h)."""
+    assert op_ns(convolution_of("fp32", 1), CARD) == 107
+    assert op_ns(convolution_of("fp32", 1, allow_tf32=False), CARD) == 1_007
+    assert op_ns(convolution_of("fp32", 1, enabled=False), CARD) == 1_007
+    product = Layout((8, 8), (8, 1), 4, "float32")
+    assert op_ns(op(flops=10**6, kernel=KernelCall({"self": product, "mat2": product}, (product,))), CARD) == 1_007
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ FLOORS = (
     ("planner.profiles",),
     ("planner.plan_types",),
     ("planner.progress", "planner.spawned"),
-    ("planner.virtual_gpu", "planner.workspaces", "planner.search"),
+    ("planner.workspaces", "planner.search"),
+    ("planner.virtual_gpu",),
     ("planner.allocator", "planner.safe_process"),
     ("planner.workload", "planner.snapshot"),
     # planning: from a running step to a certified configuration

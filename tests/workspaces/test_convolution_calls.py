@@ -9,7 +9,15 @@ import pytest
 from planner import profiles
 from planner.workspaces import blocks_of, convolutions
 from planner.workspaces.cudnn.convolution import Convolution, Kind, Shape
-from planner.workspaces.cudnn.dispatch import BACKWARD_OP, FORWARD_OP, Kernels, kernels_of, placed_of, shape_of
+from planner.workspaces.cudnn.dispatch import (
+    BACKWARD_OP,
+    FORWARD_OP,
+    Kernels,
+    kernels_of,
+    placed_of,
+    results_in_channels_last,
+    shape_of,
+)
 from planner.workspaces.cudnn.layouts import strides
 from planner.workspaces.cudnn.sources import Answer, Source
 from planner.workspaces.registry import Block, CudnnSettings, KernelCall, Layout
@@ -66,8 +74,13 @@ def test_settings_are_part_of_what_is_asked():
     assert asked(forward(IMAGE, WEIGHT, settings=exact)) == [("forward:float32:deterministic", 1, 1)]
     halves = forward(layout(8, 3, 32, 32, dtype="bfloat16"), layout(16, 3, 3, 3, dtype="bfloat16"))
     assert asked(halves) == [("forward:bfloat16", 1, 1)]
-    without = forward(IMAGE, WEIGHT, settings=CudnnSettings(enabled=False))
-    assert kernels_of(without) is Kernels.OTHER and asked(without) == []
+    without = CudnnSettings(enabled=False)
+    assert kernels_of(forward(IMAGE, WEIGHT, settings=without)) is Kernels.COLUMNS
+    depthwise = forward(layout(8, 3, 32, 32), layout(3, 1, 3, 3), groups=3, settings=without)
+    assert kernels_of(depthwise) is Kernels.DEPTHWISE
+    for others in ({"groups": 2}, {"transposed": True}):
+        call = forward(layout(8, 4, 32, 32), layout(4, 4, 3, 3), settings=without, **others)
+        assert kernels_of(call) is Kernels.OTHER and asked(call) == []
 
 
 def test_deterministic_convolutions_with_dilation_run_in_cudnn_in_channels_last_only():
@@ -76,7 +89,7 @@ def test_deterministic_convolutions_with_dilation_run_in_cudnn_in_channels_last_
     last = layout(8, 3, 32, 32, last=True)
     for image, dilation, kernels in (
         (IMAGE, (1, 1), Kernels.CUDNN),
-        (IMAGE, (2, 2), Kernels.OTHER),
+        (IMAGE, (2, 2), Kernels.COLUMNS),
         (last, (2, 2), Kernels.CUDNN),
     ):
         assert kernels_of(forward(image, WEIGHT, settings=deterministic, dilation=dilation)) is kernels
@@ -162,6 +175,105 @@ def test_depthwise_convolutions_run_on_kernels_of_pytorch_except_in_channels_las
     assert depthwise("float16", pixels=6) is depthwise("float16", stride=2) is Kernels.DEPTHWISE
     grouped = forward(layout(32, 64, 56, 56), layout(64, 2, 3, 3), groups=32)
     assert kernels_of(grouped) is Kernels.CUDNN and placed_of(grouped)[0].taken.shape.groups == 32
+
+
+def strided(given: Layout) -> Layout:
+    """Returns the layout of a tensor whose last two dimensions are transposed."""
+    *shape, height, width = given.shape
+    swapped = strides((*shape, width, height), channels_last=False)
+    return dataclasses.replace(given, stride=(*swapped[:-2], swapped[-1], swapped[-2]))
+
+
+def test_depthwise_kernels_of_pytorch_read_contiguous_copies():
+    """DepthwiseConv2d.cu: `expect_contiguous` of the image, of the weight and of the output's gradient."""
+    image, weight, gradient = layout(8, 64, 20, 30), layout(64, 1, 3, 5), layout(8, 64, 18, 26)
+    assert asked(forward(image, weight, groups=64)) == asked(backward(image, weight, gradient, groups=64)) == []
+    image, weight, gradient = strided(image), strided(weight), strided(gradient)
+    x, w, g = (f"copy {each.nbytes}" for each in (image, weight, gradient))
+    assert asked(forward(image, weight, groups=64)) == [(x, 0, 1), (w, 0, 1)]
+    assert asked(backward(image, weight, gradient, groups=64)) == [(g, 0, 2), (x, 0, 0), (w, 2, 2)]
+    assert asked(backward(image, weight, gradient, (False, True, True), groups=64)) == [(g, 0, 1), (x, 0, 1)]
+    assert asked(backward(image, weight, gradient, (True, False, True), groups=64)) == [(g, 0, 1), (w, 1, 1)]
+    assert asked(backward(image, weight, gradient, (False, False, True), groups=64)) == []
+
+
+def test_depthwise_kernels_for_volumes_copy_after_both_gradients():
+    """DepthwiseConv3d.cu: `conv_depthwise3d_backward_cuda` begins with `at::empty` of both gradients."""
+    image, weight, gradient = (strided(layout(*shape)) for shape in ((2, 8, 9, 9, 7), (8, 1, 3, 3, 2), (2, 8, 7, 7, 6)))
+    x, w, g = (f"copy {each.nbytes}" for each in (image, weight, gradient))
+    assert asked(forward(image, weight, groups=8)) == [(x, 0, 1), (w, 0, 1)]
+    assert asked(backward(image, weight, gradient, groups=8)) == [(g, 2, 2), (x, 2, 2), (w, 2, 2)]
+
+
+@pytest.mark.parametrize(("groups", "kernels"), [(64, Kernels.DEPTHWISE), (1, Kernels.CUDNN)])
+def test_a_sequence_with_the_channels_last_is_copied_also_if_the_weight_is_frozen(groups, kernels):
+    """Convolution.cpp: `input = input.contiguous()` for each one-dimensional image, in forward and backward."""
+    sequence = strided(layout(8, 64, 100))
+    weight, gradient = layout(64, 64 // groups, 5), layout(8, 64, 96)
+    for call, outputs in (
+        (forward(sequence, weight, output=gradient, groups=groups), 1),
+        (backward(sequence, weight, gradient, groups=groups), 2),
+        (backward(sequence, weight, gradient, (True, False, False), groups=groups), 1),
+    ):
+        assert kernels_of(call) is kernels
+        assert [each for each in asked(call) if "copy" in each[0]] == [(f"copy {sequence.nbytes}", 0, outputs)]
+
+
+def test_kernels_without_cudnn_take_a_matrix_of_columns_for_one_sample():
+    """ConvolutionMM2d.cu: `requires_columns` of `slow_conv2d_forward`, `slow_conv2d_backward_out_cuda`."""
+    without = CudnnSettings(enabled=False)
+    columns = f"copy {4 * 3 * 3 * 3 * 30 * 30}"
+    assert asked(forward(IMAGE, WEIGHT, output=RESULT, settings=without)) == [(columns, 1, 1)]
+    both, none = (True, True, True), (False, False, True)
+    assert asked(backward(IMAGE, WEIGHT, RESULT, both, settings=without)) == [(columns, 1, 3)]
+    assert asked(backward(IMAGE, WEIGHT, RESULT, (False, True, True), settings=without)) == [(columns, 2, 2)]
+    assert asked(backward(IMAGE, WEIGHT, RESULT, none, settings=without)) == []
+    point, flat = layout(16, 3, 1, 1), layout(8, 16, 32, 32)
+    assert asked(forward(IMAGE, point, output=flat, settings=without)) == []
+    assert asked(backward(IMAGE, point, flat, both, settings=without)) == [(f"copy {4 * 3 * 32 * 32}", 1, 3)]
+    last = layout(8, 3, 32, 32, last=True)
+    assert asked(forward(last, WEIGHT, output=RESULT, settings=without)) == [
+        (f"copy {last.nbytes}", 0, 1),
+        (columns, 1, 1),
+    ]
+
+
+def test_dilated_kernels_without_cudnn_take_the_columns_after_all_outputs():
+    """NaiveDilatedConvolution.cu: `at::empty` of all gradients, then `slow_conv_dilated_all_cuda_template`."""
+    options = {"settings": CudnnSettings(deterministic=True), "dilation": (2, 2)}
+    result = layout(8, 16, 28, 28)
+    columns = f"copy {4 * 3 * 3 * 3 * 28 * 28}"
+    assert asked(forward(IMAGE, WEIGHT, output=result, **options)) == [(columns, 1, 1)]
+    assert asked(backward(IMAGE, WEIGHT, result, (True, True, True), **options)) == [(columns, 3, 3)]
+
+
+def test_bf16_is_convolved_by_cudnn_from_compute_capability_8_on():
+    """CUDAHooks.cpp, `supportsBFloat16ConvolutionWithCuDNNv8`: `prop->major >= 8`."""
+    image, weight = layout(8, 3, 32, 32, dtype="bfloat16", last=True), layout(16, 3, 3, 3, dtype="bfloat16")
+    for capability, kernels in (((7, 5), Kernels.COLUMNS), ((8, 0), Kernels.CUDNN), ((12, 0), Kernels.CUDNN)):
+        assert kernels_of(forward(image, weight), capability) is kernels
+        assert results_in_channels_last(forward(image, weight), capability) is (kernels is Kernels.CUDNN)
+    assert kernels_of(forward(IMAGE, WEIGHT), (7, 5)) is Kernels.CUDNN
+
+
+def test_torch_2_9_convolves_volumes_in_half_precision_without_cudnn():
+    """Convolution.cpp of torch 2.9 (pull request 163581), unless the kernel has one element.
+
+    A log of torch 2.9.1 says "Tried to allocate 5.06 GiB" in the decoder of Qwen-Image (issue 177406 of PyTorch). That
+    size fits its last layers, with 96 channels, for one image of 1024 x 1024.
+    """
+    volume, weight = layout(1, 96, 3, 1026, 1026, dtype="bfloat16"), layout(96, 96, 3, 3, 3, dtype="bfloat16")
+    call = forward(volume, weight, output=layout(1, 96, 1, 1024, 1024, dtype="bfloat16"))
+    for version, kernels in (("2.8.0", Kernels.CUDNN), ("2.9.1+cu128", Kernels.COLUMNS), ("2.13.0", Kernels.CUDNN)):
+        assert kernels_of(call, (9, 0), version) is kernels
+    (columns,) = placed_of(call, (9, 0), "2.9.1")
+    assert f"{columns.taken / 2**30:.2f}" == "5.06"
+    for sound in (
+        forward(layout(1, 96, 3, 64, 64, dtype="bfloat16", last=True), weight),
+        forward(volume, layout(96, 96, 1, 1, 1, dtype="bfloat16")),
+        forward(layout(1, 96, 3, 64, 64), layout(96, 96, 3, 3, 3)),
+    ):
+        assert kernels_of(sound, (9, 0), "2.9.1") is Kernels.CUDNN
 
 
 def test_other_numbers_and_empty_batches_ask_nothing():

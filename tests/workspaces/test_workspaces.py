@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from planner import profiles
 from planner.workspaces import FORMULAS, blocks_of, has_formula, is_known
+from planner.workspaces.cudnn.layouts import strides
 from planner.workspaces.reductions import reduction
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch
 
@@ -114,3 +115,24 @@ def test_a_softmax_that_allows_rows_without_scores_takes_two_masks():
     call = KernelCall(arguments={"self": scores, "dim": -1, "dtype": None}, outputs=(scores,))
     assert is_known("aten._safe_softmax.default")
     assert scratch("aten._safe_softmax.default", call) == [4_194_304, 16_384, 4]
+
+
+def test_nearest_upsampling_copies_what_its_kernels_do_not_read_in_channels_last():
+    """UpSampleNearest2d.cu: the kernel for channels_last takes 4 channels or more, the other one contiguous tensors."""
+
+    def sizes(channels: int, *, read_last: bool, backward: bool = False) -> list[int]:
+        shapes = ((2, channels, size, size) for size in (5, 10))
+        small, large = (
+            dataclasses.replace(fp32(*shape), stride=strides(shape, channels_last=read_last)) for shape in shapes
+        )
+        if backward:
+            call = KernelCall(arguments={"grad_output": large}, outputs=(small,))
+            return scratch("aten.upsample_nearest2d_backward.default", call)
+        return scratch("aten.upsample_nearest2d.default", KernelCall(arguments={"self": small}, outputs=(large,)))
+
+    for backward in (False, True):
+        assert sizes(4, read_last=True, backward=backward) == sizes(3, read_last=False, backward=backward) == []
+        assert sorted(sizes(3, read_last=True, backward=backward)) == [4 * 2 * 3 * 25, 4 * 2 * 3 * 100]
+    slice_of_image = dataclasses.replace(fp32(2, 8, 5, 5), stride=(400, 25, 5, 1))
+    call = KernelCall(arguments={"self": slice_of_image}, outputs=(fp32(2, 8, 10, 10),))
+    assert scratch("aten._upsample_nearest_exact2d.default", call) == [slice_of_image.nbytes]

@@ -33,8 +33,8 @@ class Expected:
     """True if the release requires this version. False if it is only the nearest version that is known."""
 
 
-def expected(torch_version: str, capability: tuple[int, int]) -> Expected:
-    """Returns the version of cuDNN for a version as in `torch.__version__` and a compute capability.
+def release(torch_version: str) -> tuple[int, int]:
+    """Returns the release of PyTorch, such as (2, 13), of a version as in `torch.__version__`.
 
     Raises:
         ValueError: the version cannot be read.
@@ -42,10 +42,19 @@ def expected(torch_version: str, capability: tuple[int, int]) -> Expected:
     match = re.match(r"(\d+)\.(\d+)", torch_version)
     if match is None:
         raise ValueError(f"torch version '{torch_version}' cannot be read: give a version such as '2.13.0'")
-    release = (int(match[1]), int(match[2]))
-    nearest = min(max(release, min(PINNED)), max(PINNED))
+    return int(match[1]), int(match[2])
+
+
+def expected(torch_version: str, capability: tuple[int, int]) -> Expected:
+    """Returns the version of cuDNN for a version as in `torch.__version__` and a compute capability.
+
+    Raises:
+        ValueError: the version cannot be read.
+    """
+    planned = release(torch_version)
+    nearest = min(max(planned, min(PINNED)), max(PINNED))
     version = PINNED[nearest]
-    return Expected(version if knows(version, capability) else _LAST_FOR_OLD_CARDS, release in PINNED)
+    return Expected(version if knows(version, capability) else _LAST_FOR_OLD_CARDS, planned in PINNED)
 
 
 def knows(version: Version, capability: tuple[int, int]) -> bool:
