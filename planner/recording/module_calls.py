@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from planner.recording.given_containers import GivenContainers
+from planner.recording.host_tensors import HostTensors
 from planner.recording.module_state import (
     attributes_of,
     changed_state,
@@ -62,6 +63,7 @@ class ModuleCalls:
         """The same for the forwards of the model that have ended, in a step of the user's own."""
         self._saved_leaves: list[tuple[int, weakref.ref[torch.Tensor], int | None]] = []
         """Leaves that autograd saved for the next backward: index of the call, tensor, and its memory at that time."""
+        self._host_tensors = HostTensors(table.device, self.all)
         self.of_own_step = False
         """True for a step of the user's own, which may change modules between a forward and its backward."""
 
@@ -190,14 +192,21 @@ class ModuleCalls:
         """Notes calls whose modules the step has changed since their forward."""
         self._note_changed(self._until_backward)
         self._note_replaced_data()
-        self._saved_leaves.clear()
-        self._until_backward.clear()
+        self._forget()
 
     def setup_ends(self) -> None:
         """Forgets all calls so far."""
         self.all.clear()
+        self._forget()
+
+    def _forget(self) -> None:
         self._saved_leaves.clear()
         self._until_backward.clear()
+        self._host_tensors.forget()
+
+    def notes_op(self, tick: int, written: object, read: object, made: object) -> None:
+        """Notes the tensors in host memory among the arguments and results of an op, which began at this tick."""
+        self._host_tensors.note(self.innermost[1], tick, written, read, made)
 
     def saves(self, leaf: torch.Tensor) -> None:
         """Notes that autograd saves a leaf in the innermost call. It keeps the tensor, and not the tensor's memory.

@@ -80,8 +80,7 @@ class Recorder(TorchDispatchMode):
         self, device: str, *, virtual: bool = True, what_if: bool, in_place: InPlaceRule | None = None
     ) -> None:
         super().__init__()
-        self.virtual = virtual
-        self.in_place = in_place
+        self.virtual, self.in_place = virtual, in_place
         self.what_if = what_if
         self.module_types: dict[str, str] = {}
         self.ops: list[Op] = []
@@ -193,6 +192,7 @@ class Recorder(TorchDispatchMode):
     def _note_op(self, op, traits: OpTraits, args, kwargs, out, tick: int) -> None:
         """Appends the op to the recording, and registers the storages that it made. `tick` is when the op began."""
         watches, storage_of = self.table.watches, self.table.storage_of
+        self.calls.notes_op(tick, traits.written_arguments(args, kwargs), (args, kwargs), out)
         read = [leaf for leaf in nested_tensors((args, kwargs)) if watches(leaf)]
         written = [leaf for leaf in nested_tensors(in_order_of_birth(op, out)) if watches(leaf)]
         changed = [leaf for leaf in nested_tensors(changed_arguments(op, args, kwargs)) if watches(leaf)]

@@ -213,13 +213,12 @@ class Tape(TorchDispatchMode):
 class Segment:
     """Recorded ops that can run again, and the tensors that they start from.
 
-    `record` and `add` are called while the forward runs, `complete` once at its end, `value` by backward.
-
-    Backward asks for the parts from last to first. On the way to a part, some states are kept for the earlier parts
-    that backward will ask for next: at the middle one of these, at the middle one of those after it, and so on.
+    `record` and `add` are called while the forward runs, `complete` once at its end, `value` by backward. Backward
+    asks for the parts from last to first. On the way to a part, some states are kept for the earlier parts that it will
+    ask for next: at the middle one of these, at the middle one of those after it, and so on.
     """
 
-    with_norms: WeakSet = WeakSet()  # segments with a batch norm in evaluation mode, whose output depends on its statistics
+    with_norms: WeakSet = WeakSet()  # segments whose batch norms in evaluation mode depend on running statistics
 
     def __init__(self, tape, parts):
         self.tape, self.is_complete = tape, False
@@ -286,7 +285,8 @@ class Segment:
         key = key_of(tensor)
         if key is None:
             return tensor.detach() if tensor.requires_grad else tensor
-        if key in self.tape.statistics:  # a batch norm may overwrite them unseen: keep a copy of the present values
+        is_on_host = tensor.device.type != self.tape.device.type and tensor.dim()
+        if key in self.tape.statistics or is_on_host:  # may be overwritten unseen: keep a copy of the present values
             with self.tape.pause():
                 return tensor.detach().clone()
         if key in self.unwritten:  # no recorded op has filled it, so that rerunning `empty` would not: keep the tensor

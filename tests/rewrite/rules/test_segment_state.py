@@ -112,6 +112,61 @@ def test_buffers_that_are_written_in_any_segment_train_to_the_same_bits(build):
         assert differences(model, segment(start, stop), batches=batches, loss_fn=cross_entropy) == [], (start, stop)
 
 
+# ---- tensors in host memory ------------------------------------------------------------------------------------------
+
+
+class HostNoise(nn.Module):
+    """Fills a buffer in host memory and copies it to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).tanh()
+        return (y * noise.normal_().to(x.device)).exp()
+
+
+class HostNet(nn.Module):
+    """Uses one buffer in host memory for all blocks, so that it is overwritten before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HostNoise() for _ in range(4))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.empty(16, device="cpu")
+        for block in self.blocks:
+            x = block(x, noise)
+        return self.head(x)
+
+
+def test_a_buffer_in_host_memory_may_be_used_again():
+    work = workload(seeded(HostNet), vectors(samples=64), loss_fn=cross_entropy)
+    graph = what_if(work)
+    obstacles = {call.module: call.obstacle or "" for call in graph.calls}
+    assert all("host memory" in obstacles[f"blocks.{number}"] for number in range(4))
+    assert not obstacles["blocks.0.linear"] and not obstacles[""]
+    found, curve = units(graph, kinds=(Replay,))
+    assert found.units
+    for number in range(len(found.units)):
+        decisions = found.decisions((number,))
+        assert curve.peak((number,)) == plain(work, decisions).live_bytes().max(), decisions
+
+
+def test_what_a_segment_reads_from_host_memory_is_copied_there():
+    """The device of the tape is one that this machine may not have: only its type is read."""
+    with replay_tape.Tape((), torch.device("cuda")) as tape:
+        segment, host = replay_tape.Segment(tape, parts=1), torch.arange(3.0)
+        first = segment.record(torch.ops.aten.neg.default, [host], {}, {}, None)
+        host.add_(1)
+        second = segment.record(torch.ops.aten.neg.default, [host], {}, {}, None)
+    host.zero_()
+    assert torch.equal(first.args[0], torch.arange(3.0)) and torch.equal(second.args[0], torch.arange(3.0) + 1)
+    assert not segment.starts
+
+
 # ---- reproducibility, compilation ------------------------------------------------------------------------------------
 
 
