@@ -420,4 +420,20 @@ FAULTS = [
         tests=(f"{_REFUSALS}::test_adapters_that_are_allowed_are_in_notes_and_no_search_is_repeated",),
         why="all ways to divide the model are searched a second time",
     ),
+    Fault(
+        name="ranks-lose-what-blocks-write-to-lists",
+        path="planner/recording/module_calls.py",
+        old="                given.refuse_changes(name)\n",
+        new="                pass\n",
+        tests=("tests/ranks/test_given_containers.py::test_fsdp2_is_refused_if_a_block_writes_to_what_it_is_given",),
+        why="FSDP2 gives blocks copies of lists, so that training loses the losses that blocks append to them",
+    ),
+    Fault(
+        name="ranks-fewest-loses-a-known-answer",
+        path="planner/fewest_cards.py",
+        old="            if chosen is None:\n                raise\n",
+        new="            raise\n",
+        tests=("tests/ranks/test_given_containers.py::test_one_card_is_the_answer_if_more_cards_cannot_be_planned",),
+        why="one card is enough, but the command fails because more cards cannot be planned",
+    ),
 ]
