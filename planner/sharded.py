@@ -29,6 +29,7 @@ from planner.questions import plan_that_fits
 from planner.space.sharding import Cards, shardings
 from planner.workload.budget import Budget
 from planner.workload.model_loss import balances_experts
+from planner.workload.optimizer_choice import by_name
 from planner.workload.workload import Workload, resized
 
 
@@ -263,9 +264,16 @@ def _divided(
         *_batch_norm_notes(workload.model),
         *_experts_notes(workload.model, cards),
         *_loss_notes(workload),
+        *_stated_values_notes(workload),
     )
     divided = tuple(
-        dataclasses.replace(workload, batch=batch, batch_size=samples, notes=notes, sharding=(way,))
+        dataclasses.replace(
+            workload,
+            batch=batch,
+            batch_size=samples,
+            notes=(*notes, *_muon_notes(workload, is_divided=way.divides_parameters_by > 1)),
+            sharding=(way,),
+        )
         for way in shardings(workload.model, cards)
     )
     if not cards.prepared_by or cards.checkpoints is False or not (is_budgeted or cards.checkpoints):
@@ -317,6 +325,29 @@ def _loss_notes(workload: Workload) -> tuple[str, ...]:
         "the loss function is assumed to be a mean over samples: if it is a mean over something else, or a sum, the "
         "losses of the cards need other weights: pass loss_weight to rewrite.apply, or your own function as loss_terms "
         "to training_step of an emitted file",
+    )
+
+
+def _stated_values_notes(workload: Workload) -> tuple[str, ...]:
+    """Return a note if the user stated values that may differ from card to card."""
+    if not workload.answers.values:
+        return ()
+    lines = ", ".join(workload.answers.values)
+    return (
+        f"each card reads values of its own at {lines}: if a value decides which modules run, all cards must run the "
+        "same ones in each step, or they wait for each other without end: let all cards use one value "
+        "(torch.distributed.all_reduce)",
+    )
+
+
+def _muon_notes(workload: Workload, *, is_divided: bool) -> tuple[str, ...]:
+    """Return a note if Muon updates parameters that are divided among cards."""
+    optimizers = by_name(workload.optimizer).values()
+    if not is_divided or not any(type(optimizer).__name__ == "Muon" for optimizer in optimizers):
+        return ()
+    return (
+        "Muon computes its update in bf16, and multiplies rounding errors by up to some hundreds where a gradient has "
+        "a low rank: with FSDP2, which rounds in another order, trained weights differ from those of one card",
     )
 
 

@@ -425,7 +425,7 @@ FAULTS = [
         path="planner/recording/module_calls.py",
         old="                given.refuse_changes(name)\n",
         new="                pass\n",
-        tests=("tests/ranks/test_given_containers.py::test_fsdp2_is_refused_if_a_block_writes_to_what_it_is_given",),
+        tests=("tests/ranks/test_blocks_for_fsdp2.py::test_fsdp2_is_refused_if_a_block_writes_to_what_it_is_given",),
         why="FSDP2 gives blocks copies of lists, so that training loses the losses that blocks append to them",
     ),
     Fault(
@@ -433,7 +433,29 @@ FAULTS = [
         path="planner/fewest_cards.py",
         old="            if chosen is None:\n                raise\n",
         new="            raise\n",
-        tests=("tests/ranks/test_given_containers.py::test_one_card_is_the_answer_if_more_cards_cannot_be_planned",),
+        tests=("tests/ranks/test_blocks_for_fsdp2.py::test_one_card_is_the_answer_if_more_cards_cannot_be_planned",),
         why="one card is enough, but the command fails because more cards cannot be planned",
+    ),
+    Fault(
+        name="ranks-read-freed-parameters",
+        path="planner/recording/collectives.py",
+        old="            self._refuse_freed((args, kwargs))\n",
+        new="            pass\n",
+        tests=(
+            "tests/ranks/test_blocks_for_fsdp2.py"
+            "::test_fsdp2_is_refused_if_backward_needs_a_parameter_that_is_not_gathered",
+        ),
+        why="a certified plan fails in the first backward, or trains with wrong gradients",
+    ),
+    Fault(
+        name="ranks-blame-the-rehearsal-for-an-optimizer",
+        path="planner/recording/hook_errors.py",
+        old="        if _has_dtensors(model):\n",
+        new="        if False:\n",
+        tests=(
+            "tests/ranks/test_blocks_for_fsdp2.py"
+            "::test_an_optimizer_that_cannot_update_divided_parameters_is_refused_with_the_ways_that_work",
+        ),
+        why="a user changes the optimizer although another sharding would train with it",
     ),
 ]

@@ -11,9 +11,13 @@ from unittest import mock
 
 import torch
 
+from planner.errors import RehearsalError
 from planner.plan_types.categories import Category
+from planner.recording.op_schema import op_traits
 from planner.recording.step_graph import Collective
 from planner.recording.storage_table import StorageTable
+from planner.virtual_gpu.values.data_dependence import DataDependence
+from planner.virtual_gpu.values.shadow_ops import nested_tensors
 
 _SENDING = ("c10d", "_c10d_functional")
 _BUFFERS: dict[str, tuple[tuple[int | str, Category], ...]] = {
@@ -25,31 +29,55 @@ _BUFFERS: dict[str, tuple[tuple[int | str, Category], ...]] = {
     "fsdp.chunk_cat.default": (("out", Category.COMMUNICATION),),
 }
 """For each op: the arguments (position or name) whose storages have a category. An earlier category stays."""
+_FIND_OUTPUT = (
+    "FSDP2 gathers the parameters of a block for backward when a gradient of its output arrives, and finds the output "
+    "only in tensors, lists, tuples, dicts and dataclasses, and not after a change in place of a view: return one of "
+    "these from each block and use ops that are not in place, or divide the model in another way (--sharding ddp)"
+)
+"""Advice if FSDP2 does not notice that the backward of a block begins."""
 
 
-def ranks(table: StorageTable, pause: Callable[[], AbstractContextManager[None]]) -> Ranks | None:
+def ranks(
+    table: StorageTable, data_dependence: DataDependence, pause: Callable[[], AbstractContextManager[None]]
+) -> Ranks | None:
     """Returns what a recorder needs in a process that is one rank of several; None in any other process."""
     is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return Ranks(table, pause) if is_rank and torch.distributed.get_world_size() > 1 else None
+    return Ranks(table, data_dependence.refusal, pause) if is_rank and torch.distributed.get_world_size() > 1 else None
 
 
 class Ranks:
     """Notes what a rank does, for a recorder.
+
+    Args:
+        table: the storages of the watched device.
+        refusal: creates the error for a step that cannot be rehearsed.
+        pause: context in which the recorder records nothing.
 
     Attributes:
         wrappers: tensor types that stand for local tensors. An op on them runs again on the local tensors, and is
             recorded then.
     """
 
-    def __init__(self, table: StorageTable, pause: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        table: StorageTable,
+        refusal: Callable[[str, str], RehearsalError],
+        pause: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         from torch.distributed._functional_collectives import AsyncCollectiveTensor
         from torch.distributed.tensor import DTensor
 
         self.wrappers = (DTensor, AsyncCollectiveTensor)
-        self._table, self._pause = table, pause
+        self._table, self._refusal, self._pause = table, refusal, pause
 
     def note(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Collective | None:
-        """Sets the categories of buffers that an op uses, and returns the collective that it runs; None if none."""
+        """Sets the categories of buffers that an op uses, and returns the collective that it runs; None if none.
+
+        Raises:
+            RehearsalError: the op computes with a parameter that FSDP2 has freed.
+        """
+        if self._table.has_freed_storages and not op_traits(op).is_view:
+            self._refuse_freed((args, kwargs))
         for place, category in _BUFFERS.get(str(op), ()):
             for tensor in _tensors(args[place] if isinstance(place, int) else kwargs[place]):
                 self._table.mark_if_temporary(tensor, category)
@@ -66,6 +94,15 @@ class Ranks:
             cards=len(members),
             span=max(members) - min(members) + 1,
         )
+
+    def _refuse_freed(self, arguments: Any) -> None:
+        """Raises RehearsalError if one of the tensors is a parameter without memory, whose values the op would need."""
+        for tensor in nested_tensors(arguments):
+            storage = self._table.freed_storage_of(tensor)
+            if storage is not None:
+                raise self._refusal(
+                    f"backward needs parameter '{storage.name}', which FSDP2 has freed after forward", _FIND_OUTPUT
+                )
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

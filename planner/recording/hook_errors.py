@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from planner.errors import PlannerError, WorkloadError
+from planner.recording.storage_table import local_part
 from planner.virtual_gpu.source_lines import is_model_code, optimizer_in
 
 
@@ -133,6 +134,16 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
                 f"check that {name} steps without a closure outside of the planner; a step that needs one, because it "
                 "runs the model again, cannot be planned: give the optimizer that it wraps, or another one"
             )
+        if _has_dtensors(model):
+            what = f"{name} cannot update parameters that are divided among cards (DTensors)"
+            way_out = (
+                "choose --sharding zero1 or ddp, with which each card has whole parameters, or give another optimizer"
+            )
+    elif "mixed torch.Tensor and DTensor" in message:
+        way_out = (
+            "a parameter that is divided among cards is whole only while the forward of its block runs: call the block "
+            "instead of its modules or parameters, or choose --sharding zero1 or ddp"
+        )
     if "Expected to have finished reduction" in message:  # the advice of PyTorch follows in lines of their own
         message = "DistributedDataParallel waits for the gradient of a parameter that the loss does not use"
         message += _names_of_unused(str(error), model)
@@ -149,6 +160,11 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
         for part, advice in _WAYS_OUT.items():
             way_out = advice if part in frame.f_code.co_filename else way_out
     return f"{what}: {type(error).__name__}: {message} ({where}): {way_out}"
+
+
+def _has_dtensors(model: torch.nn.Module) -> bool:
+    """True if FSDP2 or tensor parallelism divides a parameter of the model among cards."""
+    return any(local_part(parameter) is not parameter for parameter in model.parameters())
 
 
 _TOO_LARGE = ("Storage size calculation overflowed", "integer multiplication overflow", "Overflow when unpacking long")

@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
         self.sequence = -1
         """Number of autograd's nodes when the last op that made or changed a storage had run."""
         self._paused = False
-        self._ranks = ranks(self.table, self.pause)
+        self._ranks = ranks(self.table, self.data_dependence, self.pause)
         self._kernels = kernels_of(device)
         self._saved = SavedTensors(self, self.table, self.calls, self.data_dependence.known)
         self._own_step = False

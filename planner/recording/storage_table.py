@@ -124,6 +124,19 @@ class StorageTable:
             index = len(self.storages) - 1
         self._alive[pointer] = index, self.next_tick(), finalizer
 
+    @property
+    def has_freed_storages(self) -> bool:
+        """True if tensors exist whose storage was resized to 0, so that their values are lost."""
+        return bool(self._freed)
+
+    def freed_storage_of(self, tensor: torch.Tensor) -> Storage | None:
+        """Returns the storage of a tensor if it was resized to 0; None for any other tensor."""
+        if not self.watches(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            return None
+        untyped = tensor.untyped_storage()
+        freed = None if untyped.nbytes() else self._freed.get(untyped._cdata)
+        return None if freed is None else self.storages[freed[0]]
+
     def _ends(self, pointer: int) -> tuple[int, int, weakref.ref]:
         """Ends the life of the storage at a pointer, and returns its entry."""
         entry = self._alive.pop(pointer)

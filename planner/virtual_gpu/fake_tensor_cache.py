@@ -132,9 +132,12 @@ class FakeTensorCache:
             return run()
         if result.kind is type(None):
             return None
-        if result.kind is FakeTensor:
-            return self._create(result.tensors[0], args)
-        return result.kind(self._create(recipe, args) for recipe in result.tensors)
+        try:
+            if result.kind is FakeTensor:
+                return self._create(result.tensors[0], args)
+            return result.kind([self._create(recipe, args) for recipe in result.tensors])
+        except _NotPlainError:
+            return run()
 
     def _key(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
         """Returns the key of a call: the op, the default dtype, and the metadata or values of its arguments.
@@ -201,15 +204,21 @@ class FakeTensorCache:
         )
 
     def _create(self, recipe: _TensorRecipe | None, args: Sequence[Any]) -> FakeTensor | None:
-        """Creates a returned tensor, or takes it from the arguments."""
+        """Creates a returned tensor, or takes it from the arguments.
+
+        Raises `_NotPlainError` for a view of a storage whose memory was freed (`resize_(0)`): `set_` would enlarge it.
+        """
         if recipe is None:
             return None
         if recipe.argument is None:
             return FakeTensor(self._mode, _meta(recipe), recipe.device)
         if recipe.is_argument:
             return args[recipe.argument]
+        storage = args[recipe.argument].untyped_storage()
+        if not storage.nbytes():
+            raise _NotPlainError
         view = torch.empty(0, dtype=recipe.dtype, device="meta")
-        view.set_(args[recipe.argument].untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
+        view.set_(storage, recipe.offset, recipe.shape, recipe.stride)
         return FakeTensor(self._mode, view, recipe.device)
 
 

@@ -269,3 +269,16 @@ def test_the_storage_of_a_result_keeps_the_bytes_that_its_kernel_allocates():
 
     first, second = run_in_child(run)
     assert first == second > 2 * 2 * 4 * 4 * 4
+
+
+def test_a_view_of_freed_memory_does_not_allocate_it_again():
+    def run() -> list[int]:
+        install(Target.of(CARD))
+        with VirtualGpuMode():
+            tensors = [torch.empty(4, 8, device="vgpu") for _ in range(2)]
+            for tensor in tensors:  # the view of the second one is remembered
+                tensor.untyped_storage().resize_(0)
+                assert tensor.t().shape == (8, 4)
+            return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+    assert run_in_child(run) == [0, 0]
