@@ -67,11 +67,13 @@ def holds_of(
         exclusive: for each unit, the units that may not be selected together with it.
     """
     pieces: dict[int, list[_Piece]] = defaultdict(list)
+    copies: dict[int, list[_Piece]] = defaultdict(list)  # of a storage that exists twice
     for save in graph.saves:
         if save.storage is None:
             continue
         start, release = save.pack, graph.ticks if save.release is None else save.release
-        chosen = [option for call in graph.enclosing(save.call) for option in options.get(call, ())]
+        of_calls = [(call, option) for call in graph.enclosing(save.call) for option in options.get(call, ())]
+        chosen = [option for _, option in of_calls]
         # 1. From the save until `back`: held unless a unit is selected that frees the storage and makes it again at
         #    `back`. Units differ in `back`, so the time is divided at the `back` of every unit.
         backs = [(min(option.rerun.back(save), release), option) for option in chosen if not option.rerun.keeps(save)]
@@ -87,11 +89,20 @@ def holds_of(
         if release > unpack:
             units = units_in(option for option in chosen if option.rerun.gives_away(save.storage))
             pieces[save.storage].append((unpack, release, "unless" if units else "fixed", units))
-    # 4. Storages that a unit holds, for example the inputs of a recompute: held when the unit is selected.
+        # 4. What a unit makes again is a second copy, if something other than autograd still holds the first one.
+        born, died = next(
+            (life for life in graph.storages[save.storage].lives if life[0] < save.pack <= life[1]), (0, 0)
+        )
+        for call, option in of_calls if any(back < died for back, _ in backs) else ():
+            if option.rerun.makes(save, since=graph.calls[call].start, born=born):
+                first = min(option.rerun.back(save), release)
+                last = min(unpack if option.rerun.gives_away(save.storage) else release, died)
+                copies[save.storage].append((first, last, "when", (option.unit,)))
+    # 5. Storages that a unit holds, for example the inputs of a recompute: held when the unit is selected.
     for option in itertools.chain.from_iterable(options.values()):
         for storage, start, stop in option.rerun.holds:
             pieces[storage].append((start, stop, "when", (option.unit,)))
-    # 5. Parameters that stay gathered unless a unit is gathered again, and the buffers of its second gather.
+    # 6. Parameters that stay gathered unless a unit is gathered again, and the buffers of its second gather.
     in_gathers: set[int] = set()
     for unit, repeated in gathers.items():
         for storage, start, stop in repeated.gaps:
@@ -99,14 +110,17 @@ def holds_of(
         for storage in repeated.buffers:
             pieces[storage] += [(start, stop, "when", (unit,)) for start, stop in graph.storages[storage].lives]
         in_gathers |= repeated.buffers
-    # 6. A storage counts once, even if it is held for several reasons at the same time.
+    # 7. A storage counts once, even if it is held for several reasons at the same time.
     delta = np.zeros(graph.ticks + 1, dtype=np.int64)
     numbered, times = SharedConditions(), []
+    held: list[tuple[int, list[_Piece]]] = []
     for number, record in enumerate(graph.storages):
         always = [] if number in in_gathers else record.lives
         lives: list[_Piece] = [(start, stop, "fixed", ()) for start, stop in always]
+        held.append((number, lives + pieces.get(number, [])))
+    for number, of_one in (*held, *copies.items()):
         conditional: list[_Time] = []
-        for start, stop, condition in times_of(lives + pieces.get(number, []), exclusive, numbered):
+        for start, stop, condition in times_of(of_one, exclusive, numbered):
             if condition is None:
                 delta[start] += sizes[number]
                 delta[stop] -= sizes[number]

@@ -47,6 +47,15 @@ class Rerun:
         """True if the unit leaves a saved tensor alive until backward reads it."""
         return save.storage in self.kept if self.frees is None else save.storage not in self.frees
 
+    def makes(self, save: Save, *, since: int, born: int) -> bool:
+        """True if the unit makes a saved tensor again or copies it back. A recompute does not make its inputs.
+
+        Args:
+            since: tick at which the call began.
+            born: tick at which the storage was born.
+        """
+        return not self.keeps(save) and (self.frees is not None or born > since)
+
     def gives_away(self, storage: int) -> bool:
         """True if a saved storage is freed as soon as backward has read it."""
         return self.releases and (self.frees is None or storage in self.frees)

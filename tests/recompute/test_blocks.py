@@ -88,6 +88,21 @@ class Concatenates(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Watched(nn.Module):
+    """Keeps tensors that autograd saves, too, as a program that logs activations does."""
+
+    seen: list[torch.Tensor] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 3, 1, 1), nn.Conv2d(8, 8, 3, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(F.silu(self.first(x)) * 2)
+        self.seen[:] = *self.seen[-2:], y.detach()
+        return torch.tanh(self.second(torch.sigmoid(y) * 1.5) + x)
+
+
 def work_with(module: nn.Module):
     batch = torch.randn(2, 3, 18, 18), torch.zeros(2, dtype=torch.long)
     return workload(module, batch, loss_fn=lambda out, batch: F.cross_entropy(out, batch[1]), optimizer="sgd")
@@ -131,6 +146,15 @@ def test_the_promise_is_what_the_rehearsal_takes_and_no_product_that_is_kept_run
         assert curve.peak((number,)) == rehearsed.live_bytes().max(), found.units[number]
         if found.units[number].module.startswith("body.") and len(found.units[number].kept) == 4:
             assert products_again(rehearsed) == 0
+
+
+def test_a_saved_tensor_that_the_program_keeps_exists_twice_when_it_is_made_again():
+    work = chain_of(Watched, 3)
+    found, curve = units(what_if(work))
+    assert any(unit.segment is None for unit in found.units) and any(unit.segment for unit in found.units)
+    for number, unit in enumerate(found.units):
+        rehearsed = plain(work, found.decisions((number,)), card=BARE)
+        assert curve.peak((number,)) == rehearsed.live_bytes().max(), unit
 
 
 def test_tapes_of_inner_modules_do_not_shift_the_numbers_of_ops_of_outer_ones():
