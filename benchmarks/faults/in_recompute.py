@@ -352,4 +352,12 @@ FAULTS = (
         ),
         why="the promise is too low for a model that keeps its activations, such as output_hidden_states",
     ),
+    Fault(
+        name="recompute-ends-with-a-technique-that-fails",
+        path="planner/choose/fitting.py",
+        old="        if not session.searches.leave_out(choice, error):\n",
+        new="        if True:\n",
+        tests=("tests/recompute/test_pitfalls.py::test_a_technique_whose_step_cannot_be_rehearsed_is_left_out",),
+        why="planning ends with an error, although plans without that technique fit",
+    ),
 )

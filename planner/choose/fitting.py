@@ -27,6 +27,7 @@ from planner.allocator.settings import SMALL_SEGMENT_BYTES
 from planner.choose.budget_search import PromiseBudgets, search
 from planner.choose.choice import TIE, Choice
 from planner.choose.planning_session import Certified, PlanningSession
+from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
 from planner.plan_types.plan import Relaxation, Shortfall
@@ -54,7 +55,7 @@ T = TypeVar("T")
 
 
 class _DroppedError(Exception):
-    """Recordings that a search has used were dropped, because they had been lengthened wrongly."""
+    """Recordings that a search has used were lengthened wrongly, or a technique that it has chosen cannot be used."""
 
 
 def best(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified | None:
@@ -92,10 +93,11 @@ def _certify_promised(session: PlanningSession, constraints: Constraints) -> Non
     """Certify the fastest choice that the search has found so far; if it does not fit, also the smallest one."""
     for choice in session.searches.promised(constraints):
         session.watch.stage("certifying a plan")
-        certified = session.certify(choice)
-        session.note(certified, constraints)
-        if certified.measured.fits:
-            return
+        with contextlib.suppress(_DroppedError):
+            certified = certify(session, choice)
+            session.note(certified, constraints)
+            if certified.measured.fits:
+                return
 
 
 def with_prefix(
@@ -169,7 +171,7 @@ def certify_found(session: PlanningSession, find: Callable[[], Choice]) -> Certi
     """Returns a choice with its certificate; if recordings turn out to be wrong, the choice is searched again."""
 
     def search() -> Certified:
-        certified = session.certify(find())
+        certified = certify(session, find())
         check_recordings(session, certified)
         return certified
 
@@ -177,13 +179,36 @@ def certify_found(session: PlanningSession, find: Callable[[], Choice]) -> Certi
 
 
 def repeated_if_dropped(session: PlanningSession, search: Callable[[], T]) -> T:
-    """Returns the result of a search, which is repeated if recordings are dropped meanwhile (`check_recordings`)."""
-    was_dropped = session.recordings.is_dropped
-    with contextlib.suppress(_DroppedError):
-        result = search()
-        if session.recordings.is_dropped == was_dropped:
-            return result
-    return search()  # with recordings of all layers: they are dropped only once
+    """Returns the result of a search, which is repeated if recordings or techniques are dropped meanwhile.
+
+    Recordings are dropped at most once (`check_recordings`), and each technique at most once (`certify`).
+    """
+    while True:
+        was_dropped = session.recordings.is_dropped
+        with contextlib.suppress(_DroppedError):
+            result = search()
+            if session.recordings.is_dropped == was_dropped:
+                return result
+
+
+def certify(session: PlanningSession, choice: Choice, *, then: Choice | None = None) -> Certified:
+    """Return a choice with its certificate. The search has to be called by `repeated_if_dropped`.
+
+    If the rewritten step cannot be rehearsed, a technique by which it recomputes or offloads is left out of later
+    searches, and the present one ends.
+
+    Args:
+        then: the choice that will be certified next.
+
+    Raises:
+        StepError: a step that recomputes and offloads nothing cannot be rehearsed.
+    """
+    try:
+        return session.certify(choice, then=then)
+    except StepError as error:
+        if not session.searches.leave_out(choice, error):
+            raise
+        raise _DroppedError from error
 
 
 def check_recordings(session: PlanningSession, certified: Certified) -> None:
@@ -216,7 +241,7 @@ def _search_once(
 
     def short_bytes_of(choice: Choice) -> int:
         session.watch.stage("certifying a plan")
-        tried[choice] = certified = session.certify(choice)
+        tried[choice] = certified = certify(session, choice)
         session.note(certified, constraints)
         session.watch.stage("searching")
         check_recordings(session, certified)

@@ -233,7 +233,7 @@ def _certify(session: PlanningSession, found: _Found) -> None:
     wanted = list({choice.decisions: choice for choice in found.answers.values() if choice is not None}.values())
     for number, (choice, following) in enumerate(itertools.zip_longest(wanted, wanted[1:])):
         session.watch.stage(f"certifying plan {number + 1} of {len(wanted)}")
-        certified = session.certify(choice, then=following)
+        certified = fitting.certify(session, choice, then=following)
         fitting.check_recordings(session, certified)
         certified = session.with_budget(session.smallest_budget_bytes(certified)).certify(choice)
         found.points.append(certified)

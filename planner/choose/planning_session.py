@@ -306,8 +306,8 @@ class PlanningSession:
 
     def chooser(self, space: SearchSpace, constraints: Constraints) -> Chooser:
         """Return a new chooser for a search space, and add it to `searches`."""
-        frozen = has_role(space.precisions[0], Role.FREEZING)
-        graph = self.baseline_graph
+        space = self.searches.without_failed(space, constraints)
+        frozen, graph = has_role(space.precisions[0], Role.FREEZING), self.baseline_graph
         times = roofline.op_times_ns(graph, self.card, 1)
         forward_ns = sum(ns for op, ns in zip(graph.ops, times, strict=True) if op.phase is Phase.FORWARD)
         bounds = Bounds(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from planner.choose.choice import Choice, Config
 from planner.choose.chooser import Chooser
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Role, without_roles
+from planner.plan_types.decision_base import Decision, Role, with_roles, without_roles
+from planner.space.search_space import SearchSpace
 
 
 class Searches:
@@ -14,10 +17,29 @@ class Searches:
 
     def __init__(self) -> None:
         self._made: list[tuple[Constraints, Chooser]] = []
+        self._failed: dict[type[Decision], StepError] = {}
 
     def add(self, constraints: Constraints, chooser: Chooser) -> None:
         """Add a chooser that searches under these constraints."""
         self._made.append((constraints, chooser))
+
+    def leave_out(self, choice: Choice, error: StepError) -> bool:
+        """Leave a technique that recomputes or offloads out of later searches, because a step with it has failed.
+
+        It is the first one of the choice that is still used. False if the choice has none.
+        """
+        kinds = (type(decision) for decision in with_roles(choice.decisions, Role.RECOMPUTE))
+        kind = next((kind for kind in kinds if kind not in self._failed), None)
+        if kind is not None:
+            self._failed[kind] = error
+        return kind is not None
+
+    def without_failed(self, space: SearchSpace, constraints: Constraints) -> SearchSpace:
+        """Returns a search space without the techniques that `leave_out` has named, unless one has to be used."""
+        if constraints.force(Role.RECOMPUTE):
+            return space
+        recompute = tuple(kind for kind in space.recompute if kind not in self._failed)
+        return dataclasses.replace(space, recompute=recompute)
 
     def _under(self, constraints: Constraints) -> list[Chooser]:
         return [chooser for used, chooser in self._made if used == constraints]
@@ -47,9 +69,9 @@ class Searches:
         return tuple(config for chooser in choosers[-1:] for config in chooser.configs() if config not in tried)
 
     def dropped(self, constraints: Constraints) -> tuple[str, ...]:
-        """Returns notes on configurations that these constraints allow but that could not be rehearsed."""
+        """Returns notes on what these constraints allow but what could not be rehearsed."""
         errors = {config: error for chooser in self._under(constraints) for config, error in chooser.dropped.items()}
-        notes: list[str] = []
+        notes = [f"left out ({kind.kind}): {error}" for kind, error in self._failed.items()]
         # One note for all micro-batch sizes of a configuration: a model that needs groups of samples fails with many.
         by_config: dict[Config, list[tuple[Config, StepError]]] = {}
         for decisions, error in errors.items():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextvars
 import random
 
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 
 import planner
 from planner import rewrite
+from planner.errors import WorkloadError
 from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.workload.workload import workload
 from tests.support.training import differences
@@ -394,3 +397,63 @@ def test_a_checkpointing_plan_of_a_partly_compiled_model_trains():
     assert checkpoint is not None
     assert all(name.startswith(("plain", "head")) for name in checkpoint.modules)
     assert torch.isfinite(rewrite.apply(plan, model).step(batch))
+
+
+SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("scale")
+
+
+class ReadsContext(torch.nn.Module):
+    """Reads a variable that is set while the forward of the model runs, but not while backward recomputes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)
+
+    def forward(self, x):
+        scale = SCALE.get()
+        return x + self.down(F.gelu(self.up(x))) * scale
+
+
+class SetsContext(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(ReadsContext() for _ in range(4))
+
+    def forward(self, x):
+        token = SCALE.set(0.5)
+        for block in self.blocks:
+            x = block(x)
+        SCALE.reset(token)
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """A budget in which the step of `SetsContext` does not fit unless tensors are recomputed or offloaded."""
+    whole = planner.plan(SetsContext(), {"x": torch.randn(4096, 64)}, vram=None, gpu="bare", optimizer="sgd")
+    return whole.peak.total_bytes // 2
+
+
+def plan_in(narrow_bytes: int, **options):
+    forbid = ["accumulation", "mixed-precision", "segment-checkpoint"]
+    batch = {"x": torch.randn(4096, 64)}
+    return planner.plan(SetsContext(), batch, vram=narrow_bytes, gpu="bare", optimizer="sgd", forbid=forbid, **options)
+
+
+def test_a_technique_whose_step_cannot_be_rehearsed_is_left_out(narrow):
+    found = plan_in(narrow)
+    assert found.fits
+    assert {decision.kind for decision in found.decisions} >= {"offload"}
+    assert any(note.startswith("left out (checkpoint): backward failed") for note in found.notes)
+
+
+def test_a_forced_technique_whose_step_cannot_be_rehearsed_is_an_error(narrow):
+    with pytest.raises(WorkloadError, match=r"backward failed .* LookupError"):
+        plan_in(narrow, force=["checkpoint"])
+
+
+def test_a_front_goes_on_without_a_technique_whose_step_cannot_be_rehearsed():
+    batch, forbid = {"x": torch.randn(4096, 64)}, ["segment-checkpoint", "accumulation", "mixed-precision"]
+    found = planner.tradeoff(SetsContext(), batch, gpu="bare", optimizer="sgd", forbid=forbid)
+    assert found.complete
+    assert any(decision.kind == "offload" for plan in found.points for decision in plan.decisions)
