@@ -150,8 +150,12 @@ def _search_ways(
         once = _reducing_once(work, plan)
         if once is not None:
             ways.appendleft(once)
-    if not found or (or_smallest and nearest is None and not any(plan for _, plan in found)):
+    if not found:
         raise _error_of(failed)
+    if or_smallest and nearest is None and not any(plan for _, plan in found):  # the last way cannot be planned
+        work, _ = found.pop()
+        nearest = _smallest_if_none_fits(work, _with_links(card, cards, work), vram_bytes, constraints, watch)
+        found.append((work, None))
     chosen = _fastest([plan for _, plan in found if plan is not None])
     if chosen is not None:
         return _with_notes(chosen, [(work, plan) for work, plan in found if plan is not chosen], failed), None

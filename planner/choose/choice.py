@@ -6,10 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from planner.plan_types.decision_base import Decision, fidelity_of
-
-Config = tuple[Decision, ...]
-"""A configuration: the decisions about precision, loss, optimizer and time of the update."""
-
+from planner.space.configurations import Config
 
 TIE = 1.05
 """Factor between predicted step times below which two plans count as equally fast."""

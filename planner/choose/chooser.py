@@ -11,6 +11,8 @@ and splits are few, so they are enumerated. Units are selected by an integer pro
    bound on memory (`Bounds.lower_bound_bytes`) prunes in the same way.
 3. For each configuration, splits are tried from few micro-batches to many, until one fits without recompute. The time
    of that split limits what recompute may cost in the splits with fewer micro-batches, which are solved next.
+4. If the whole batch cannot fit whatever is recomputed, the most micro-batches are recorded next: if they cannot fit
+   either, the search ends (`_is_hopeless`).
 
 Times within the factor `TIE` count as equal: then the more faithful plan wins, then the plan with fewer decisions.
 
@@ -31,13 +33,12 @@ from typing import TypeVar
 from planner.choose.bounds import Bounds
 from planner.choose.candidates import Candidate, ChunkedCandidates
 from planner.choose.certificates import Certificates
-from planner.choose.choice import TIE, Choice, Config, simplest_in_tie
+from planner.choose.choice import TIE, Choice, simplest_in_tie
 from planner.choose.prefetcher import Prefetcher, with_upcoming
 from planner.errors import DecisionError, StepError
 from planner.plan_types.decision_base import (
     Decision,
     Role,
-    conflict,
     fidelity_of,
     has_role,
     with_roles,
@@ -45,6 +46,7 @@ from planner.plan_types.decision_base import (
 )
 from planner.search import milp
 from planner.search.problem import Selection
+from planner.space.configurations import Config, Configurations
 from planner.space.micro_batches import MicroBatching
 from planner.space.search_space import SearchSpace
 
@@ -86,6 +88,7 @@ class Chooser:
             slowest_ns: maximum step time of a plan, in nanoseconds.
         """
         self._space, self._candidates, self._bounds = space, candidates, bounds
+        self.configurations = Configurations(space)
         self._prefetcher = Prefetcher(candidates, certificates)
         self._force_recompute = force_recompute
         self._above_ns = slowest_ns if math.isinf(slowest_ns) else math.floor(slowest_ns) + 1
@@ -93,10 +96,12 @@ class Chooser:
         self.solve_seconds = 0.0
         self.dropped: dict[tuple[Decision, ...], StepError] = {}
         """Errors of the steps that could not be rehearsed, by their decisions about configuration and split."""
-        self._unchunked: set[Config] = set()
-        """Decisions about the time of the update with which a step with its loss in chunks could not be rehearsed."""
         self._without_bound: set[Config] = set()
         """Configurations from `_simpler` that could not be rehearsed, and therefore give no bounds for others."""
+        self._is_hopeful = False
+        """True if a plan may fit, as far as `_is_hopeless` can tell. It is not asked again for smaller budgets."""
+        self._hopeless_bytes = -1
+        """Largest budget that is known to be too small for any plan."""
         self.tried: set[Config] = set()
         """Configurations that `fastest` has searched or pruned under at least one budget."""
         self.promised: list[Choice] = []
@@ -124,35 +129,62 @@ class Chooser:
     def _or_without_chunks(self, search: Callable[[], T]) -> T:
         """Returns the result of `search`. If a step with its loss in chunks cannot be rehearsed, `search` is repeated.
 
-        In the repetition, configurations without chunks are tried with all splits instead of one (`_splits`).
+        In the repetition, configurations without chunks are tried with all splits (`Configurations.splits`).
         """
         while True:
             try:
                 return search()
             except _ChunksRefusedError as refused:
-                if refused.update in self._unchunked:
+                if not self.configurations.leave_chunks_out(refused.update):
                     raise
-                self._unchunked.add(refused.update)
 
     def _fastest(self, budget_of: Budget, above_ns: float) -> Choice | None:
         found = self.promised = []
         for number, (config, *upcoming) in enumerate(self._in_turn(budget_of)):
             # Prune by time: what is known already may show that this configuration cannot win.
             limit_ns = self._limit_ns(config, found, above_ns)
-            if self._bound_ns(config) >= limit_ns:
+            if self._bound_ns(config) >= limit_ns or budget_of(config) <= self._hopeless_bytes:
                 continue
             # The first configuration often fits without recompute. If it did not, the next ones will be needed too.
             several = number > 0 and not found
             if several:
-                self._prefetcher.several((self._simpler(soon), self._splits(soon)) for soon in (config, *upcoming))
+                self._prefetcher.several(
+                    (self._simpler(soon), self.configurations.splits(soon)) for soon in (config, *upcoming)
+                )
             if self._could_pay(config, budget_of(config), limit_ns):
                 if several or not self._bounds.may_fit_without_recompute(config, budget_of(config)):
-                    self._prefetcher.first_split(config, self._splits(config))
+                    self._prefetcher.first_split(config, self.configurations.splits(config))
                 else:
-                    self._prefetcher.with_certificate(config, self._splits(config))
+                    self._prefetcher.with_certificate(config, self.configurations.splits(config))
                 choices = self._fastest_of(config, budget_of(config), limit_ns)
                 found += [self._complete(choice, config) for choice in choices if choice.step_ns < above_ns]
         return simplest_in_tie(found) if found else None
+
+    def _is_hopeless(self, budget_bytes: int) -> bool:
+        """Returns True if no plan fits, as the recordings with the most micro-batches show, one for each precision.
+
+        A step with fewer micro-batches has at least the same peak, apart from gradients: only accumulation keeps them
+        during a forward. So they are not counted, and the state of the optimizer is the least of any configuration.
+        """
+        if budget_bytes > self._hopeless_bytes and not self._is_hopeful:
+            self._is_hopeful = any(self._may_fit(budget_bytes))
+            self._hopeless_bytes = self._hopeless_bytes if self._is_hopeful else budget_bytes
+        return budget_bytes <= self._hopeless_bytes
+
+    def _may_fit(self, budget_bytes: int) -> Iterator[bool]:
+        """Yields for each configuration whether its most micro-batches may fit, on the terms of `_is_hopeless`."""
+        configs = [config for config in self.configurations if not self.configurations.could_use_chunks(config)]
+        self._prefetcher.smallest(
+            (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs
+        )
+        for config in configs:
+            least = self._bounds.least_update(config)
+            state_bytes = None if least is None else least.state_bytes
+            for split in self.configurations.splits(config)[-1:]:
+                candidate = self._bounding(self._simpler(config), split)
+                yield candidate is None or candidate.could_pay(
+                    budget_bytes, state_bytes=state_bytes, gradients=False, below_ns=None
+                )
 
     def _complete(self, choice: Choice, config: Config) -> Choice:
         return dataclasses.replace(choice, config=config, allocators=self._space.allocators)
@@ -167,7 +199,7 @@ class Chooser:
 
     def _smallest(self) -> Choice:
         configs = sorted(
-            (bounded for bounded in self._bounded_configs() if not self._could_use_chunks(bounded[0])),
+            (bounded for bounded in self._bounded_configs() if not self.configurations.could_use_chunks(bounded[0])),
             key=lambda bounded: bounded[1],
         )
         found: list[Choice] = []
@@ -189,7 +221,9 @@ class Chooser:
                 if (candidate := self._candidate(config, split)) and candidate.lower_bound_bytes < smallest_bytes():
                     found.append(self._complete(self._smallest_of(candidate), config))
         if not found:
-            impossible = DecisionError(f"no plan is possible: {self._clash()}; force only one of the two techniques")
+            impossible = DecisionError(
+                f"no plan is possible: {self.configurations.clash()}; force only one of the two techniques"
+            )
             raise next(iter(self.dropped.values()), impossible)
         if self._force_recompute and not any(candidate.can_recompute for candidate in self._candidates.all()):
             raise DecisionError(
@@ -204,7 +238,7 @@ class Chooser:
         With recompute the splits with the most and the fewest micro-batches are enough. Without it all are tried:
         accumulation keeps gradients alive but reduces activations, so a split between the two may be the best.
         """
-        splits = tuple(s for s in self._splits(config) if (*config, *s.decisions()) not in self.dropped)
+        splits = tuple(s for s in self.configurations.splits(config) if (*config, *s.decisions()) not in self.dropped)
         return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._space.recompute else splits[::-1]
 
     def _candidate(self, config: Config, split: MicroBatching) -> Candidate | None:
@@ -214,50 +248,12 @@ class Chooser:
         except StepError as error:
             self.dropped[(*config, *split.decisions())] = error
             if len(self._space.losses) > 1 and has_role(config, Role.LOSS):
-                raise _ChunksRefusedError(_update_of(config)) from error
+                raise _ChunksRefusedError(with_roles(config, Role.UPDATE_TIME)) from error
             return None
 
-    # ---- configurations -----------------------------------------------------------------------------------------
-
-    def configs(self) -> Iterator[Config]:
-        """Yields all configurations in the order in which they are tried.
-
-        The user's optimizer comes before its replacements, and the fastest precision first, so that it prunes others.
-        """
-        for optimizer, update in itertools.product(self._space.optimizers, self._space.updates):
-            for precision, loss in itertools.product(reversed(self._space.precisions), self._space.losses):
-                config = (*precision, *loss, *optimizer, *update)
-                if conflict(config) is None and not (loss and update in self._unchunked):
-                    yield config
-
     def _bounded_configs(self) -> Iterator[tuple[Config, int]]:
-        """Returns the configurations of `configs`, in order, each with a lower bound in bytes on its plans' peaks."""
-        return ((config, self._bounds.lower_bound_bytes(config)) for config in self.configs())
-
-    def _clash(self) -> str | None:
-        """Returns why two decisions of this search space cannot be combined (the first such pair); None if all can."""
-        space = self._space
-        alternatives = itertools.product(space.optimizers, space.updates, space.precisions, space.losses)
-        pairs = itertools.product((tuple(itertools.chain(*parts)) for parts in alternatives), space.splits)
-        return next(filter(None, (conflict((*config, *split.decisions())) for config, split in pairs)), None)
-
-    def _splits(self, config: Config) -> tuple[MicroBatching, ...]:
-        """Returns the splits with which a configuration is tried.
-
-        If the loss can be computed in chunks, a configuration without chunks is tried with the whole batch only,
-        because chunks save more memory than micro-batches and cost less time.
-        """
-        whole_only = self._could_use_chunks(config)
-        return tuple(
-            split
-            for split in (self._space.splits[:1] if whole_only else self._space.splits)
-            if conflict((*config, *split.decisions())) is None
-        )
-
-    def _could_use_chunks(self, config: Config) -> bool:
-        """True if `config` computes its loss without chunks, and the same configuration with chunks is available."""
-        chunked = has_role(config, Role.LOSS)
-        return len(self._space.losses) > 1 and not chunked and _update_of(config) not in self._unchunked
+        """Yields all configurations in order, each with a lower bound in bytes on its plans' peaks."""
+        return ((config, self._bounds.lower_bound_bytes(config)) for config in self.configurations)
 
     # ---- bounds -------------------------------------------------------------------------------------------------
 
@@ -303,7 +299,7 @@ class Chooser:
         simpler, least = self._simpler(config), self._bounds.least_update(config)
         if simpler == config:
             return True
-        for number, split in enumerate(self._splits(config)):
+        for number, split in enumerate(self.configurations.splits(config)):
             # Only the first split is recorded for this question. Others are used if they have been recorded.
             candidate = self._candidates.get(simpler, split) if number else self._bounding(simpler, split)
             if candidate is None:
@@ -314,7 +310,7 @@ class Chooser:
                 below_ns = math.floor(limit_ns) - (candidate.step_ns - saved_ns)
                 if below_ns <= 0:
                     return False  # and later splits take even longer
-            if self._could_use_chunks(config):
+            if self.configurations.could_use_chunks(config):
                 below_ns = 1  # such a configuration is tried without recompute only (`_fastest_of`)
             state_bytes = None if least is None else least.state_bytes
             gradients = not any(decision.steps_in_backward for decision in config)
@@ -324,7 +320,7 @@ class Chooser:
 
     def _bounding(self, simpler: Config, split: MicroBatching) -> Candidate | None:
         """Returns the candidate of `simpler`; None if it is not in the search space or cannot be rehearsed."""
-        if simpler in self._without_bound or simpler not in self.configs():
+        if simpler in self._without_bound or simpler not in self.configurations:
             return None
         try:
             return self._candidates.of(simpler, split)
@@ -336,7 +332,7 @@ class Chooser:
 
     def _fastest_of(self, config: Config, budget_bytes: int, limit_ns: float) -> list[Choice]:
         """Returns a list with the fastest plan of one configuration; an empty list if no plan fits and can win."""
-        splits = self._splits(config)
+        splits = self.configurations.splits(config)
         tight: list[Candidate] = []
         best: list[Choice] = []
         # Without recompute: the first split that fits is the fastest, since more micro-batches take more time.
@@ -351,9 +347,12 @@ class Chooser:
             if candidate.peak_bytes <= budget_bytes:
                 best = self._without_recompute(candidate, budget_bytes)
                 break
+            never_fits = not (tight or self._is_hopeful) and candidate.lower_bound_bytes > budget_bytes
+            if never_fits and self._is_hopeless(budget_bytes):
+                return []
             tight.append(candidate)
         # With recompute: splits with fewer micro-batches, if recompute costs less than more micro-batches do.
-        for candidate in () if self._could_use_chunks(config) else filter(Candidate.can_free, tight):
+        for candidate in () if self.configurations.could_use_chunks(config) else filter(Candidate.can_free, tight):
             limit_ns = min([limit_ns, *(choice.step_ns for choice in best)])
             if candidate.step_ns >= limit_ns:
                 break
@@ -386,7 +385,3 @@ class Chooser:
             return function()
         finally:
             self.solve_seconds += time.perf_counter() - began
-
-
-def _update_of(config: Config) -> Config:
-    return with_roles(config, Role.UPDATE_TIME)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from planner.choose.choice import Choice, Config
+from planner.choose.choice import Choice
 from planner.choose.chooser import Chooser
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, with_roles, without_roles
+from planner.space.configurations import Config
 from planner.space.search_space import SearchSpace
 
 
@@ -66,7 +67,7 @@ class Searches:
         """Returns the configurations of the latest search that no search under these constraints has come to."""
         choosers = self._under(constraints)
         tried = {config for chooser in choosers for config in chooser.tried}
-        return tuple(config for chooser in choosers[-1:] for config in chooser.configs() if config not in tried)
+        return tuple(config for chooser in choosers[-1:] for config in chooser.configurations if config not in tried)
 
     def dropped(self, constraints: Constraints) -> tuple[str, ...]:
         """Returns notes on what these constraints allow but what could not be rehearsed."""

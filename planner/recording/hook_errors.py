@@ -144,6 +144,8 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
             "a parameter that is divided among cards is whole only while the forward of its block runs: call the block "
             "instead of its modules or parameters, or choose --sharding zero1 or ddp"
         )
+    if "uniform original parameter dtype" in message or "same dense type" in message:
+        way_out = "give all trained parameters one dtype, or choose --sharding ddp"
     if "Expected to have finished reduction" in message:  # the advice of PyTorch follows in lines of their own
         message = "DistributedDataParallel waits for the gradient of a parameter that the loss does not use"
         message += _names_of_unused(str(error), model)

@@ -204,7 +204,9 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
         why_not = f"trained parameters are {odd[0]}, and autocast needs fp32 master weights"
     is_sharded = any(decision.gathers_parameters for decision in workload.sharding)
     library = next((decision.preparing_library for decision in workload.sharding if is_sharded), "")
-    if is_sharded and "bf16" in card.native_dtypes and not constraints.force(Precision):
+    norm = next((name for name, module in workload.model.named_modules() if _keeps_statistics(module)), None)
+    gathers_in_bf16 = norm is None or constraints.force(ShardedPrecision)
+    if is_sharded and "bf16" in card.native_dtypes and not constraints.force(Precision) and gathers_in_bf16:
         if not constraints.allow(Precision) and not constraints.force(ShardedPrecision):
             return ((),)  # who forbids autocast does not expect it under another name
         policy = ShardedPrecision(reduce_dtype="bf16" if library else "fp32", without_autocast=bool(library))
@@ -214,12 +216,23 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
             f"sharded-precision is forced, but parameters are {'not gathered in bf16' if is_sharded else 'not sharded'}"
             " here: do not force it"
         )
+    if is_sharded and norm is not None and not why_not:
+        why = f"parameters are not gathered in bf16: those of '{norm}' need the dtype of its running statistics"
+        notes.append(why)
     if library and not why_not:
         why_not = f"{library} uses no autocast with FSDP2, and its fp16 there cannot be planned"
+    if workload.parallelize is not None and card.native_dtypes[:1] == ("fp16",) and not why_not:
+        why_not = "the gradient scaler that fp16 needs differs between cards if a function of yours divides the model"
     decisions = None if why_not else (Precision(dtype=card.native_dtypes[0]),)
     if why_not and constraints.allow(Precision):
         notes.append(f"no autocast: {why_not}")
     return _alternatives(constraints, Precision, decisions, why_not)
+
+
+def _keeps_statistics(module: torch.nn.Module) -> bool:
+    """True for a BatchNorm with parameters and running statistics. Kernels need one dtype for both."""
+    has_statistics = isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.running_mean is not None
+    return has_statistics and module.weight is not None
 
 
 def _losses(workload: Workload, constraints: Constraints, chunks: ChunkedLossOption | None) -> Alternatives:

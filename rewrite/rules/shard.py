@@ -99,7 +99,7 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
     if decision.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=rewriting.device_type == "cuda")
     model = rewriting.model
-    before = dict(model.named_parameters())
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}  # the parameters would stay alive
     units: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         ((name,), {"reshard_after_forward": name not in decision.kept}) for name in decision.units
     ]
@@ -115,7 +115,7 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
                 f"{'' if decision.prepared_by else ' or zero1'}"
             ) from error
     after = dict(model.named_parameters())
-    rewriting.replace_in_optimizers({id(before[name]): after[name] for name in before})
+    rewriting.replace_in_optimizers({number: after[name] for name, number in before.items()})
     if decision.reduces_once:
         rewriting.no_sync = functools.partial(_without_reduction, model)
 

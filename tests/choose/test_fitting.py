@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import planner
+from planner import profiles
+from planner.choose.candidates import Candidates
 from planner.choose.choice import Choice
 from planner.errors import DecisionError
+from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decisions import (
     Accumulation,
     ChunkedLoss,
@@ -20,6 +23,7 @@ from planner.plan_types.decisions import (
     StepInBackward,
     micro_batches_of,
 )
+from planner.questions import plan_that_fits
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.workload.workload import workload
 
@@ -278,3 +282,21 @@ def test_of_equally_fast_plans_the_more_faithful_one_wins_and_then_the_simpler_o
         for decisions, step_ns in ((exact[:1], 9), (exact, 8), ((Precision(dtype="bf16"),), 7))
     ]
     assert sorted(reversed(plans), key=lambda plan: plan.rank) == plans
+
+
+def test_a_hopeless_budget_takes_recordings_of_the_fewest_and_the_most_micro_batches_only(monkeypatch):
+    """Recordings for the numbers between the two would not change the answer."""
+    recorded, of = set(), Candidates.of
+
+    def noting(candidates, config, split):
+        recorded.add(split.micro_batches)
+        return of(candidates, config, split)
+
+    monkeypatch.setattr(Candidates, "of", noting)
+    model, batch = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)]), torch.zeros(16, 1024, 256)
+    work = workload(model, batch, loss_fn=lambda out, batch: out.square().mean())
+    card, constraints = profiles.load("bare"), parse_constraints(fidelity="rounded", force=[], forbid=[])
+    options = {"constraints": constraints, "vram_bytes": 14 * MIB}  # the batch takes 16 MiB
+    assert plan_that_fits(work, card, **options) is None
+    assert recorded == {1, 16}
+    assert plan_that_fits(work, card, **(options | {"vram_bytes": 40 * MIB})) is not None

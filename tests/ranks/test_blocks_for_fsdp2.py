@@ -204,3 +204,43 @@ def test_notes_say_what_may_differ_between_cards():
     assert "Muon computes its update in bf16" in sharded
     copied = "\n".join(plan_with(torch.optim.Muon, sharding="ddp").notes)
     assert "Muon computes" not in copied
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(2)
+        )
+
+    def forward(self, x, t):
+        for block in self.blocks:
+            x = block(x)
+        return (x - t).square().mean()
+
+
+def test_weights_of_a_batch_norm_are_not_gathered_in_bf16():
+    given = {"x": torch.randn(4, 8, 16, 16), "t": torch.randn(4, 8, 16, 16)}
+    options = {"vram": "2GiB", "cards": 2, "sharding": "fsdp", "gpu": "rtx-3090"}
+    found = planner.plan(Normalized(), given, **options)
+    assert found.fits and not any(decision.kind == "sharded-precision" for decision in found.decisions)
+    assert any("'blocks.0.1' need the dtype of its running statistics" in note for note in found.notes)
+    with pytest.raises(StepError, match="tensors of one dtype"):
+        planner.plan(Normalized(), given, force=["sharded-precision"], **options)
+
+
+def test_a_way_that_can_be_planned_and_does_not_fit_is_the_answer_if_others_cannot_be_planned():
+    """FSDP2 and ZeRO-1 refuse trained parameters of several dtypes, and DistributedDataParallel does not."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(2048), nn.Linear(2048, 2048).bfloat16()
+
+        def forward(self, x, t):
+            return (self.linear(self.norm(x).bfloat16()).float() - t).square().mean()
+
+    given = {"x": torch.randn(4, 2048), "t": torch.randn(4, 2048)}
+    found = planner.plan(Mixed(), given, vram="410MiB", gpu="rtx-3090", cards=2, fidelity="exact")
+    assert found.shortfall is not None and found.shortfall.missing_bytes > 0
+    assert any(note.startswith("left out: sharded") and "one dtype" in note for note in found.notes)

@@ -227,3 +227,14 @@ def test_a_plan_is_not_applied_without_the_function():
         DecisionError, match=r"a function that divides the model among cards \(a.py:b\): pass it as par"
     ):
         run_in_child(apply)
+
+
+@pytest.mark.slow
+def test_no_gradient_scaler_where_cards_would_skip_other_steps():
+    """PyTorch reduces the flag of an overflow over the mesh of the first gradient, which may not have all cards."""
+    options = {"parallelize": own.tensor_parallel, "cards": 2, "gpu": "t4", "optimizer": loop}
+    found = planner.plan(llama(1), batch(), vram="4GiB", **options)
+    assert found.fits and not any(decision.needs_gradient_scaler for decision in found.decisions)
+    assert any(note.startswith("no autocast: the gradient scaler") for note in found.notes)
+    with pytest.raises(DecisionError, match="gradient scaler"):
+        planner.plan(llama(1), batch(), vram="4GiB", force=["mixed-precision"], **options)

@@ -177,3 +177,13 @@ def test_a_batch_without_samples_is_refused():
         planner.plan(
             Net(nn.Linear(4, 4)), torch.ones(0, 4), vram=None, gpu="bare", loss_fn=lambda output, batch: output.sum()
         )
+
+
+def test_parameters_of_a_batch_norm_have_the_dtype_of_its_running_statistics():
+    norm, whole, half = torch.ops.aten.native_batch_norm.default, R(4), R(4).bfloat16()
+    inputs = R(2, 4, 8).bfloat16()
+    refuse_arguments(norm, (inputs, whole, whole, whole, whole, True, 0.1, 1e-5))
+    refuse_arguments(norm, (inputs, half, half, half, half, True, 0.1, 1e-5))
+    refuse_arguments(norm, (inputs, half, half, None, None, True, 0.1, 1e-5))
+    with pytest.raises(RuntimeError, match="tensors of one dtype"):
+        refuse_arguments(norm, (inputs, half, half, whole, whole, True, 0.1, 1e-5))

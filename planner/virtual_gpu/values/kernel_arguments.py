@@ -45,7 +45,7 @@ class _Rule:
 _PRODUCT_OF_2, _PRODUCT_OF_3 = _Rule(same=(0, 1), floating=(0, 1)), _Rule(same=(0, 1, 2), floating=(0, 1, 2))
 _INDEXED = _Rule(same=(0, 3), index=(2,))
 _FLOATING = _Rule(floating=(0,))
-_NORMALIZED = _Rule(floating=(0,), of_input=(1, 2, 3, 4))
+_NORMALIZED = _Rule(floating=(0,), of_input=(1, 2, 3, 4), same=(1, 2, 3, 4))  # parameters and running statistics
 _IN_PLACE = _Rule(in_place=True)
 _REDUCED_INTO = _Rule(same=(0, 3), index=(2,))
 
