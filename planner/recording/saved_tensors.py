@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 
 from planner.recording.module_calls import TAKES_GRADIENTS, TRANSFORMED, ModuleCalls
 from planner.recording.step_graph import Category, Save
@@ -78,9 +79,11 @@ class SavedTensors:
     def install(self) -> None:
         """Remove saved-tensor hooks while a transform of torch.func computes gradients: it raises if there are any.
 
-        This replaces a function of torch, so it must be called in a child process only. The calls that are running get
-        an obstacle, because recomputing and offloading need hooks too.
+        The calls that are running get an obstacle, because recomputing and offloading need hooks too. A checkpoint of
+        the user's own gets its inputs back as without hooks. This replaces functions of torch, so it must be called in
+        a child process only.
         """
+        _let_checkpoints_get_the_same_inputs()
         disable = torch.autograd.graph.disable_saved_tensors_hooks
 
         @functools.wraps(disable)
@@ -149,6 +152,30 @@ class SavedTensors:
             self._known.take_over(base, packed.shadow)
             local = base.as_strided(packed.shape, packed.stride, packed.offset)
             return local if packed.spec is None else _as_dtensor(local, packed.spec)
+
+
+def _let_checkpoints_get_the_same_inputs() -> None:
+    """Lets `torch.utils.checkpoint` save a tensor once that it gets several times, as in `checkpoint(attn, x, x, x)`.
+
+    Without hooks the function gets the same object several times when it runs again. With hooks it would get several
+    objects, and `torch.nn.MultiheadAttention` runs other ops if query, key and value are not the same object.
+    """
+    frame: Any = torch.utils.checkpoint._CheckpointFrame
+    if not hasattr(frame, "save_inputs"):  # before torch 2.13
+        return
+    save, get = frame.save_inputs, frame.get_inputs
+
+    def save_once(self: Any, *inputs: Any) -> None:
+        each = {id(value): value for value in inputs}
+        numbers = {key: number for number, key in enumerate(each)}
+        self.places = [numbers[id(value)] for value in inputs]
+        save(self, *each.values())
+
+    def get_each(self: Any) -> list[Any]:
+        values = get(self)
+        return [values[place] for place in self.places]
+
+    frame.save_inputs, frame.get_inputs = save_once, get_each
 
 
 def _as_dtensor(local: torch.Tensor, spec: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 import planner
 from planner import rewrite
@@ -457,3 +458,23 @@ def test_a_front_goes_on_without_a_technique_whose_step_cannot_be_rehearsed():
     found = planner.tradeoff(SetsContext(), batch, gpu="bare", optimizer="sgd", forbid=forbid)
     assert found.complete
     assert any(decision.kind == "offload" for plan in found.points for decision in plan.decisions)
+
+
+class ChecksIdentity(torch.nn.Module):
+    """Checkpoints attention itself, whose ops depend on whether query, key and value are one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.after = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        hidden = self.after(x)
+        attend = torch.utils.checkpoint.checkpoint
+        return self.after(attend(self.attention, hidden, hidden, hidden, use_reentrant=False)[0])
+
+
+def test_a_checkpoint_of_the_users_own_gets_the_same_object_again():
+    work = workload(ChecksIdentity(), torch.randn(4, 8, WIDTH), loss_fn=lambda out, _: out.square().mean())
+    graph = what_if(work)
+    assert units(graph)[1].peak(()) == plain(work).live_bytes().max()
