@@ -297,7 +297,7 @@ def _batch_norm_notes(model: torch.nn.Module) -> tuple[str, ...]:
     return (
         f"'{norms[0]}' and other BatchNorm layers compute their statistics from the samples of one card, so that "
         "training differs from that on one card, and the running statistics differ from card to card: "
-        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them use the samples of all cards",
+        "torch.nn.SyncBatchNorm would use the samples of all cards, but cannot be planned",
     )
 
 

@@ -105,12 +105,14 @@ def run_without_fake_kernel(
     """
     if any(map(has_elements, nested_tensors((args, kwargs)))):
         return run(dependence, op, args, kwargs)
-    raise dependence.refusal(
-        f"{op} has no fake kernel, so a rehearsal cannot run it",
-        "use a dense tensor there, or make the sparse tensor before the step, as a buffer or a tensor of the batch"
-        if "sparse" in op.name()
-        else "register a fake kernel with torch.library.register_fake",
-    )
+    way_out = "register a fake kernel with torch.library.register_fake"
+    if "sparse" in op.name():
+        way_out = (
+            "use a dense tensor there, or make the sparse tensor before the step, as a buffer or part of the batch"
+        )
+    if "batch_norm_stats" in op.name():
+        way_out = "SyncBatchNorm cannot be planned for several cards: plan the model with BatchNorm"
+    raise dependence.refusal(f"{op} has no fake kernel, so a rehearsal cannot run it", way_out)
 
 
 def run(dependence: DataDependence, op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Made:
