@@ -13,7 +13,6 @@ from torch import nn
 
 import planner
 from planner import rewrite
-from planner.errors import WorkloadError
 from planner.plan_types.recompute_decisions import Checkpoint
 
 pytestmark = pytest.mark.slow
@@ -119,8 +118,10 @@ def test_a_module_whose_attributes_change_after_its_call_is_not_recomputed(model
 
 
 def test_an_error_of_a_recomputed_module_is_reported_with_its_name():
-    with pytest.raises(WorkloadError, match=r"backward failed .*KeyError: 'x' \(in 'blocks\..*forbid the technique"):
-        plan_of(EmptiesADict())
+    found = plan_of(EmptiesADict())
+    assert found.shortfall is not None and not found.decisions
+    [note] = [note for note in found.notes if note.startswith("left out (checkpoint): backward failed")]
+    assert "KeyError: 'x' (in 'blocks." in note
 
 
 class Transformed(nn.Module):
