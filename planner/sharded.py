@@ -16,7 +16,7 @@ import torch
 from planner import pipeline
 from planner.checkpointed_ways import with_checkpointed
 from planner.choose.choice import TIE
-from planner.errors import StepError, TimeLimitError, WorkloadError
+from planner.errors import BudgetError, StepError, TimeLimitError, WorkloadError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, communicators_of, micro_batches_of
 from planner.plan_types.plan import Plan
@@ -150,9 +150,10 @@ def _search_ways(
         once = _reducing_once(work, plan)
         if once is not None:
             ways.appendleft(once)
-    if not found:
-        raise _error_of(failed)
-    if or_smallest and nearest is None and not any(plan for _, plan in found):  # the last way cannot be planned
+    is_last_missing = or_smallest and nearest is None and not any(plan for _, plan in found)
+    if not found or (is_last_missing and isinstance(failed[-1][1], (BudgetError, TimeLimitError))):
+        raise _error_of(failed)  # the last way divides the most: if it is hopeless, so are the others
+    if is_last_missing:  # it cannot be planned: report the smallest plan of the way before it
         work, _ = found.pop()
         nearest = _smallest_if_none_fits(work, _with_links(card, cards, work), vram_bytes, constraints, watch)
         found.append((work, None))

@@ -335,4 +335,26 @@ FAULTS = (
         ),
         why="steps that call torch.cuda.empty_cache are planned as if they kept their cache",
     ),
+    Fault(
+        name="search-records-all-micro-batches-of-hopeless-budgets",
+        path="planner/choose/chooser.py",
+        old="            if never_fits and self._is_hopeless(budget_bytes):\n",
+        new="            if False:\n",
+        tests=(
+            "tests/choose/test_fitting.py"
+            "::test_a_hopeless_budget_takes_recordings_of_the_fewest_and_the_most_micro_batches_only",
+        ),
+        why="the answer that nothing fits takes several times as long",
+    ),
+    Fault(
+        name="search-counts-gradients-of-accumulation",
+        path="planner/choose/chooser.py",
+        old="gradients=False, below_ns=None",
+        new="gradients=True, below_ns=None",
+        tests=(
+            "tests/choose/test_fitting.py"
+            "::test_gradients_do_not_make_a_budget_hopeless_that_an_update_in_backward_meets",
+        ),
+        why="a plan that steps in backward and fits is not found",
+    ),
 )

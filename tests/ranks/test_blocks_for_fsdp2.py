@@ -1,6 +1,7 @@
-"""What FSDP2 does not notice in a block is refused: writes to a list that it is given, an output of an unknown type.
+"""Models that FSDP2 cannot train correctly are refused, or planned with another way to divide them.
 
-Optimizers that cannot update the parameters of FSDP2 are refused, too, and notes say what may differ between cards.
+Examples are blocks that write to a list among their arguments, blocks that return an object of an unknown class, and
+optimizers that cannot update divided parameters. Notes describe what may differ between cards.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.errors import StepError
+from planner.errors import BudgetError, StepError
 from planner.recording.given_containers import GivenContainers
 
 pytestmark = pytest.mark.slow
@@ -244,3 +245,17 @@ def test_a_way_that_can_be_planned_and_does_not_fit_is_the_answer_if_others_cann
     found = planner.plan(Mixed(), given, vram="410MiB", gpu="rtx-3090", cards=2, fidelity="exact")
     assert found.shortfall is not None and found.shortfall.missing_bytes > 0
     assert any(note.startswith("left out: sharded") and "one dtype" in note for note in found.notes)
+
+
+def test_a_budget_that_is_hopeless_for_the_way_that_divides_the_most_is_refused_for_that_way():
+    model, given = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))), torch.randn(8, 2048)
+    with pytest.raises(BudgetError, match="or more cards") as error:
+        planner.plan(model, given, loss_fn=lambda out, _: out.square().mean(), vram="420MiB", gpu="rtx-3090", cards=2)
+    assert "--sharding fsdp" not in str(error.value)
+
+
+def test_synchronized_batch_norms_are_refused_by_name():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(Normalized())
+    given = {"x": torch.randn(4, 8, 16, 16), "t": torch.randn(4, 8, 16, 16)}
+    with pytest.raises(StepError, match="SyncBatchNorm cannot be planned for several cards"):
+        planner.plan(model, given, vram="2GiB", gpu="rtx-3090", cards=2, sharding="ddp")
