@@ -363,9 +363,17 @@ FAULTS = (
     Fault(
         name="recompute-gives-checkpoints-other-objects",
         path="planner/recording/saved_tensors.py",
-        old="        _let_checkpoints_get_the_same_inputs()\n        disable",
+        old="        let_checkpoints_get_the_same_inputs()\n        disable",
         new="        disable",
         tests=("tests/recompute/test_pitfalls.py::test_a_checkpoint_of_the_users_own_gets_the_same_object_again",),
         why="a model that checkpoints its attention itself cannot be planned",
+    ),
+    Fault(
+        name="recompute-patches-checkpoints-twice",
+        path="planner/recording/saved_tensors.py",
+        old=' or hasattr(frame, "places")',
+        new="",
+        tests=("tests/recompute/test_pitfalls.py::test_a_second_recording_in_a_process_gives_checkpoints_all_inputs",),
+        why="the second recording of a process loses inputs of a checkpoint of the user's own",
     ),
 )

@@ -83,7 +83,7 @@ class SavedTensors:
         the user's own gets its inputs back as without hooks. This replaces functions of torch, so it must be called in
         a child process only.
         """
-        _let_checkpoints_get_the_same_inputs()
+        let_checkpoints_get_the_same_inputs()
         disable = torch.autograd.graph.disable_saved_tensors_hooks
 
         @functools.wraps(disable)
@@ -154,14 +154,14 @@ class SavedTensors:
             return local if packed.spec is None else _as_dtensor(local, packed.spec)
 
 
-def _let_checkpoints_get_the_same_inputs() -> None:
+def let_checkpoints_get_the_same_inputs() -> None:
     """Lets `torch.utils.checkpoint` save a tensor once that it gets several times, as in `checkpoint(attn, x, x, x)`.
 
     Without hooks the function gets the same object several times when it runs again. With hooks it would get several
     objects, and `torch.nn.MultiheadAttention` runs other ops if query, key and value are not the same object.
     """
     frame: Any = torch.utils.checkpoint._CheckpointFrame
-    if not hasattr(frame, "save_inputs"):  # before torch 2.13
+    if not hasattr(frame, "save_inputs") or hasattr(frame, "places"):  # before torch 2.13, or done already
         return
     save, get = frame.save_inputs, frame.get_inputs
 
@@ -175,7 +175,7 @@ def _let_checkpoints_get_the_same_inputs() -> None:
         values = get(self)
         return [values[place] for place in self.places]
 
-    frame.save_inputs, frame.get_inputs = save_once, get_each
+    frame.save_inputs, frame.get_inputs, frame.places = save_once, get_each, ()
 
 
 def _as_dtensor(local: torch.Tensor, spec: Any) -> torch.Tensor:

@@ -15,6 +15,8 @@ import planner
 from planner import rewrite
 from planner.errors import WorkloadError
 from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
+from planner.recording.saved_tensors import let_checkpoints_get_the_same_inputs
+from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.workload import workload
 from tests.support.training import differences
 from tests.support.workloads import plain, units, what_if
@@ -478,3 +480,21 @@ def test_a_checkpoint_of_the_users_own_gets_the_same_object_again():
     work = workload(ChecksIdentity(), torch.randn(4, 8, WIDTH), loss_fn=lambda out, _: out.square().mean())
     graph = what_if(work)
     assert units(graph)[1].peak(()) == plain(work).live_bytes().max()
+
+
+def test_a_second_recording_in_a_process_gives_checkpoints_all_inputs():
+    def run() -> list[int]:
+        for _ in range(2):
+            let_checkpoints_get_the_same_inputs()
+        seen: list[int] = []
+
+        def count(*inputs):
+            seen.append(len({id(value) for value in inputs}) * 10 + len(inputs))
+            return inputs[0] * inputs[1]
+
+        x = torch.ones(2, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor.clone()):
+            torch.utils.checkpoint.checkpoint(count, x, x, x, use_reentrant=False).sum().backward()
+        return seen
+
+    assert run_in_child(run) == [13, 13]
