@@ -57,6 +57,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2,
         "num_attention_heads": 2, "max_position_embeddings": 512,
     }),
+    "gpt2-0.9m": ("gpt2", {
+        "vocab_size": 5000, "n_embd": 64, "n_layer": 12, "n_head": 4, "n_positions": 128,
+        "bos_token_id": None, "eos_token_id": None,
+    }),
 }  # fmt: skip
 """Models by name: the type of their config, and its arguments."""
 H100, H200 = "--gpu h100", "--gpu h200"
@@ -76,6 +80,7 @@ ONE_CARD = {
     "Llama-3-70B, 8 x 2048, 1 TB": "llama-3-70b --vram 1TB --batch-size 8 --seq-len 2048 --gpu bare",
     "BERT-0.6M, 64 x 512, 150 MiB": "bert-0.6m --vram 150MiB --batch-size 64 --seq-len 512 --gpu bare",
     "BERT-0.6M, 8 x 512, 5 MiB": "bert-0.6m --vram 5MiB --batch-size 8 --seq-len 512 --gpu bare",
+    "GPT-2-0.9M, largest batch in 300 MiB": "gpt2-0.9m --vram 300MiB --seq-len 128 --gpu bare --largest-batch",
     "ViT-base, 16, 3 GiB": "vit_base --vram 3GiB --batch-size 16 --gpu rtx-3060",
     "U-Net, 16, 3 GiB": "unet.py:build --vram 3GiB --batch-size 16 --gpu rtx-3060",
     "Mixtral-8x22B, 1 x 2048, breakdown": "mixtral-8x22b --batch-size 1 --seq-len 2048 --gpu bare",

@@ -28,8 +28,8 @@ _MOST_SAMPLES = 1 << 20
 _FIRST_SAMPLES = 64
 """Batch size that is tried first."""
 _EXACT_TO = 64
-"""The answer is exact up to about this number of samples. Above it, the relative error is at most 1/64."""
-_FAR = 2
+"""The answer is exact below twice this number of samples. Above it, the relative error is at most 1/64."""
+_FAR = 8
 """Known decisions are tried for batch sizes up to this factor above the largest batch size that was searched."""
 _LEFT_OUT = (
     (Role.MICRO_BATCHING, "with which any batch fits if a single sample fits"),
@@ -76,10 +76,14 @@ def largest_batch(
         if constraints.allow(kind):
             constraints = dataclasses.replace(constraints, forbidden=(*constraints.forbidden, kind.kind))
 
-    usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
-    needs = _Needs(build, card, usable_bytes, constraints, watch)
+    needs = _Needs(build, card, vram_bytes, constraints, watch)
     try:
-        return _largest_batch(needs, build, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        samples, too_many = _largest_batch(needs)
+        plan = needs.plan(samples)
+        if plan is None:  # the smallest batch does not fit
+            return pipeline.plan_workload(
+                build(samples), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch
+            )
     except TimeLimitError as error:
         known = needs.largest_known()
         if watch is None or known is None:
@@ -88,37 +92,26 @@ def largest_batch(
             f"planning ended {watch.cause}, before the largest batch was known: {_fitting(known)}, and more may; "
             f"plan with --batch-size {known}, or give more time (--time-limit)"
         ) from error
-
-
-def _largest_batch(
-    needs: _Needs,
-    build: Callable[[int], Workload],
-    card: DeviceProfile,
-    *,
-    vram_bytes: int,
-    constraints: Constraints,
-    watch: Watch | None,
-) -> Plan:
-    usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
-    while True:
-        samples, too_many = largest_within(
-            needs.total_bytes, limit_bytes=usable_bytes, least=needs.least, first=_FIRST_SAMPLES, most=_MOST_SAMPLES
-        )
-        # `too_many` may be known to be too large for one set of decisions only. Search at this size, too: if a plan
-        # is found, continue with larger sizes.
-        if too_many <= _MOST_SAMPLES and not needs.does_not_fit(too_many):
-            continue
-        if samples < needs.least:
-            return pipeline.plan_workload(
-                build(needs.least), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch
-            )
-        plan = plan_that_fits(build(samples), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
-        if plan is not None:
-            break
-        # No plan was found at this size, although it was predicted to fit: record that, and continue with smaller ones.
-        needs.correct(samples, usable_bytes + 1)
     more = f"{too_many:,} do not" if too_many <= _MOST_SAMPLES else "more were not tried"
     return _noted(plan, f"largest batch without accumulation: {_fitting(samples)}, {more}")
+
+
+def _largest_batch(needs: _Needs) -> tuple[int, int]:
+    """Returns the largest batch size with a plan, and a larger one without; `needs.least` if no size has a plan."""
+    while True:
+        samples, too_many = largest_within(
+            needs.total_bytes,
+            limit_bytes=needs.usable_bytes,
+            least=needs.least,
+            first=_FIRST_SAMPLES,
+            most=_MOST_SAMPLES,
+        )
+        # `too_many` may be known to be too large for one set of decisions only. Search at this size, too: if a plan
+        # is found, continue with larger sizes. If no plan is found for `samples`, continue with smaller ones.
+        if too_many <= _MOST_SAMPLES and needs.plan(too_many) is not None:
+            continue
+        if samples < needs.least or needs.plan(samples) is not None:
+            return max(samples, needs.least), too_many
 
 
 def _fitting(samples: int) -> str:
@@ -128,13 +121,10 @@ def _fitting(samples: int) -> str:
 class _Needs:
     """Finds out how many bytes a batch of a given size needs, by searches and by rehearsals.
 
-    A search considers every configuration. A rehearsal considers only the decisions that the latest search found at
-    another batch size; it is several times cheaper, and its result is an upper bound. Both can show that a batch fits.
-    Only a search within the budget (`does_not_fit`) can show that a batch does not fit: the configuration with the
-    smallest predicted peak may not be the configuration with the least allocator slack.
-
-    Measured on examples/sequential.py:build with --vram 1GiB --fidelity exact: 5 searches and 10 rehearsals, 56 s of
-    CPU time. Bisection between powers of two with a search for each size took 17 searches and over 71 s.
+    A search considers every configuration. A rehearsal considers only the decisions that the latest search for the
+    smallest configuration found at another batch size; it is several times cheaper, and its result is an upper bound.
+    Both can show that a batch fits. Only a search for a plan (`plan`) can show that a batch does not fit: the
+    configuration with the smallest predicted peak may not be the configuration with the least allocator slack.
     """
 
     def __init__(
@@ -145,60 +135,61 @@ class _Needs:
         constraints: Constraints,
         watch: Watch | None,
     ) -> None:
-        self._build, self._card, self._vram_bytes, self._constraints = build, card, vram_bytes, constraints
-        self._watch = watch
+        self._build, self._card, self._watch = build, card, watch
+        self._question: dict[str, Any] = {"vram_bytes": vram_bytes, "constraints": constraints, "watch": watch}
+        self.usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
+        self._plans: dict[int, Plan | None] = {}
         self._searched: dict[int, int] = {}
         self._at_most: dict[int, int] = {}
         self._decisions: tuple[Decision, ...] = ()
-        self.searched_bytes(_FIRST_SAMPLES)
+        self._search(_FIRST_SAMPLES)
         self.least = self._least()
 
     def total_bytes(self, samples: int) -> int:
-        """Upper bound on the bytes that a batch needs.
+        """Upper bound on the bytes that a batch needs; more than the budget if it is known that no plan fits.
 
         It comes from a rehearsal, or from a search if the size is more than `_FAR` times the largest searched size.
         """
-        if samples in self._searched or samples > _FAR * max(self._searched):
-            return self.searched_bytes(samples)
-        if samples not in self._at_most:
+        plan = self._plans.get(samples)
+        if plan is not None:
+            return min(plan.peak.total_bytes, self._searched.get(samples, plan.peak.total_bytes))
+        if samples in self._plans:
+            return self.usable_bytes + 1
+        if samples not in self._searched and samples > _FAR * max(self._searched):
+            self._search(samples)
+        elif samples not in self._searched and samples not in self._at_most:
             try:
                 self._at_most[samples] = total_bytes_with(
                     self._build(samples), self._card, self._decisions, watch=self._watch
                 )
             except StepError:
-                return self.searched_bytes(samples)  # this size may need other decisions, or be refused with any
-        return self._at_most[samples]
+                self._search(samples)  # this size may need other decisions, or be refused with any
+        return self._searched[samples] if samples in self._searched else self._at_most[samples]
 
-    def searched_bytes(self, samples: int) -> int:
-        """Bytes that a batch needs according to a search. Later rehearsals of other batch sizes use its decisions."""
-        if samples not in self._searched:
-            self._search(smallest_configuration, samples)
-        return self._searched[samples]
+    def plan(self, samples: int) -> Plan | None:
+        """Fastest plan for a batch of `samples`; None if no plan fits.
 
-    def does_not_fit(self, samples: int) -> bool:
-        """True if a search within the budget finds no plan. Later rehearsals of other batch sizes use its decisions."""
-        self._search(configuration_within, samples)
-        return self._searched[samples] > self._vram_bytes
+        If a plan fits although the known decisions do not, the smallest configuration is searched for again.
+        """
+        if samples not in self._plans:
+            promised = self.total_bytes(samples)
+            self._plans[samples] = plan_that_fits(self._build(samples), self._card, **self._question)
+            if self._plans[samples] is not None and promised > self.usable_bytes:
+                self._search(samples)
+        return self._plans[samples]
 
-    def _search(self, function: Callable[..., tuple[int, tuple[Decision, ...]]], samples: int) -> None:
-        """Run a search, and forget upper bounds above the budget: with its decisions these sizes may need less."""
-        self._searched[samples], self._decisions = function(
-            self._build(samples),
-            self._card,
-            vram_bytes=self._vram_bytes,
-            constraints=self._constraints,
-            watch=self._watch,
+    def _search(self, samples: int) -> None:
+        """Search for the smallest configuration. Forget upper bounds above the budget: its decisions may need less."""
+        self._searched[samples], self._decisions = smallest_configuration(
+            self._build(samples), self._card, **self._question
         )
-        self._at_most = {size: total for size, total in self._at_most.items() if total <= self._vram_bytes}
-
-    def correct(self, samples: int, total_bytes: int) -> None:
-        """Record that a batch of `samples` needs `total_bytes`, after planning found that it does not fit."""
-        self._searched[samples] = total_bytes
+        self._at_most = {size: total for size, total in self._at_most.items() if total <= self.usable_bytes}
 
     def largest_known(self) -> int | None:
         """Largest batch size that is known to fit; None if none is known."""
-        sizes = {**self._at_most, **self._searched}
-        return max((samples for samples, total in sizes.items() if total <= self._vram_bytes), default=None)
+        planned = {samples: self.total_bytes(samples) for samples in self._plans}
+        sizes = {**self._at_most, **self._searched, **planned}
+        return max((samples for samples, total in sizes.items() if total <= self.usable_bytes), default=None)
 
     def _least(self) -> int:
         """Smallest batch size: 1, or 2 for a model that refuses a single sample."""
@@ -325,22 +316,6 @@ def smallest_configuration(
         smallest_bytes = session.smallest_budget_bytes(certified)
         at_smallest = session.with_budget(smallest_bytes).certify(certified.choice)
         return smallest_bytes, at_smallest.choice.decisions
-
-
-def configuration_within(
-    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints, watch: Watch | None = None
-) -> tuple[int, tuple[Decision, ...]]:
-    """Find the plan of `plan_workload`: the fastest plan inside the budget, or the smallest plan if no plan fits.
-
-    Returns:
-        The total in bytes of the plan, and its decisions.
-    """
-    with pipeline.open_session(
-        workload, card, Budget.on(card, vram_bytes, margin=constraints.margin), watch
-    ) as session:
-        space = session.search_space(constraints)
-        certified = fitting.best(session, space, constraints) or fitting.nearest(session, space, constraints)
-        return certified.measured.footprint.total_bytes, certified.choice.decisions
 
 
 def total_bytes_with(
