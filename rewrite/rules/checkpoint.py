@@ -78,9 +78,14 @@ def recomputed(forward, contexts):
         if not torch.is_grad_enabled():
             return forward(module, *args, **kwargs)
         # Pass keyword arguments by position: only positional tensors are saved through autograd, where hooks see them.
-        positional, names = len(args), tuple(kwargs)
+        # Pass an object once: hooks would give the recompute several objects for a tensor that is passed several times.
+        positional, names, values = len(args), tuple(kwargs), (*args, *kwargs.values())
+        keys = [id(value) for value in values]
+        distinct = dict(zip(keys, values, strict=True))
+        places = [list(distinct).index(key) for key in keys]
 
         def run(*inputs):
+            inputs = [inputs[place] for place in places]
             return forward(module, *inputs[:positional], **dict(zip(names, inputs[positional:], strict=True)))
 
         for mode in _get_current_dispatch_mode_stack():
@@ -88,8 +93,7 @@ def recomputed(forward, contexts):
                 mode.latest_op_has_ended()
         return torch.utils.checkpoint.checkpoint(
             run,
-            *args,
-            *kwargs.values(),
+            *distinct.values(),
             use_reentrant=False,
             preserve_rng_state=True,
             context_fn=lambda: contexts(module),

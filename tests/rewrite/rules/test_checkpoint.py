@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from planner.errors import DecisionError
-from planner.plan_types.recompute_decisions import Checkpoint
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
+from planner.rewrite.portable import replay_tape
 from planner.rewrite.rules import checkpoint
 from tests.support.training import (
     Convolutional,
@@ -47,6 +48,28 @@ def test_instance_norm_that_tracks_statistics_trains_to_the_same_bits():
 class Pool(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean((2, 3))[:, :4]
+
+
+class SelfAttention(nn.Module):
+    """Passes one tensor as query, key and value. `nn.MultiheadAttention` runs other ops if they are three objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attention = nn.Linear(16, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x[:, None]).tanh()
+        return self.head(self.attention(hidden, hidden, value=hidden, need_weights=False)[0].sum(1).exp())
+
+
+def test_a_tensor_that_is_passed_several_times_is_one_object_again_under_the_hooks_of_segments():
+    model, batches = seeded(SelfAttention), [vectors(seed=seed) for seed in range(2)]
+    with replay_tape.Tape((), torch.device("cpu")) as tape:
+        copy.deepcopy(model)(batches[0][0])
+    segment = Replay(modules=("",), stretches=((0, tape.count),), kept=((),))
+    decisions = Checkpoint(modules=("attention",)), segment
+    assert differences(model, *decisions, batches=batches, loss_fn=cross_entropy) == []
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
