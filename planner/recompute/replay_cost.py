@@ -25,6 +25,8 @@ from planner.recording.step_graph import Save, StepGraph
 
 _COPIED_STATISTICS = 2
 """Number of running statistics of a norm that a replay copies: mean and variance."""
+_EMPTY = ("aten.empty", "aten.new_empty")
+"""Names of ops whose results have no values yet begin with one of these."""
 
 
 class Replays:
@@ -49,8 +51,9 @@ class Replays:
         for index, storage in enumerate(graph.storages):
             if storage.op is not None and storage.lives:
                 self._born[storage.op].append(index)
+        unfilled = _saved_before_filled(graph)
         for save in graph.saves:
-            if save.storage is not None:
+            if save.storage is not None and save.storage not in unfilled:
                 for call in graph.enclosing(save.call):
                     self._saves[call].append((save.storage, save))
         for op in graph.ops:
@@ -306,6 +309,24 @@ class _Run:
         _, peak = replays.run(parts[wanted].to_make, counted, parts[wanted].wanted)
         self.cost_ns += replays.ns_of(parts[wanted].to_make)
         self.peaks.append((back - 1, max(highest, held_bytes + peak)))
+
+
+def _saved_before_filled(graph: StepGraph) -> set[int]:
+    """Returns the storages that `empty` makes and that autograd saves before an op writes to them.
+
+    The noise of `torch.nn.functional.rrelu` is one. A tape keeps such a tensor: it cannot know what will fill it.
+    """
+    filled: dict[int, int] = {}
+    for op in graph.ops:
+        for storage in op.written:
+            filled.setdefault(storage, op.tick)
+    made_by = {save.storage: graph.storages[save.storage].op for save in graph.saves if save.storage is not None}
+    empty = {s for s, op in made_by.items() if op is not None and graph.ops[op].name.startswith(_EMPTY)}
+    return {
+        save.storage
+        for save in graph.saves
+        if save.storage in empty and save.pack < filled.get(save.storage, graph.ticks)
+    }
 
 
 def _midpoints(parts: list[int]) -> set[int]:

@@ -235,6 +235,28 @@ def test_saved_tensors_that_are_released_in_the_forward_are_promised_as_rehearse
         assert curve.peak((number,)) == rehearsed, unit
 
 
+class Noisy(Flat):
+    """`rrelu` saves its noise, which `empty_like` makes, before the noise is drawn."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth=depth, weight=(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(self.depth):
+            (weight,) = self.of(number, "weight")
+            x = F.rrelu(F.linear(x, weight), training=self.training)
+        return F.linear(x, self.head)
+
+
+def test_tensors_that_are_saved_before_an_op_fills_them_are_promised_as_kept():
+    work = work_of(Noisy(8), samples=256)
+    found, curve = units(what_if(work), kinds=(Replay,))
+    assert any(unit.split_points for unit in found.units)
+    for number, unit in enumerate(found.units):
+        rehearsed = plain(work, found.decisions((number,)), card=BARE).live_bytes().max()
+        assert curve.peak((number,)) == rehearsed, unit
+
+
 @pytest.mark.thorough
 def test_a_plan_says_so_and_keeps_its_promise():
     torch.manual_seed(0)
