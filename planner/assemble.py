@@ -181,12 +181,12 @@ def _tie_notes(choice: Choice) -> tuple[str, ...]:
     kinds = {decision.kind for decision in choice.decisions}
     more = [decision for decision in faster.decisions if decision not in choice.decisions]
     named = sorted({decision.kind for decision in more} - kinds)
-    ask = f", and --force {','.join(named)} asks for the other" if named else ""
+    ask = f", and --force {','.join(named)} asks for the other plan" if named else ""
     with_them = "; ".join(decision.describe() for decision in more) or "fewer changes"
     return (
-        f"a faster plan was passed over and not certified: {1 - faster.step_ns / choice.step_ns:.1%} less time is "
-        f"predicted for its step, with {with_them}. Steps within {TIE - 1:.0%} count as equally fast; the plan that is "
-        f"more exact or simpler is chosen{ask}",
+        f"the planner found a faster plan and did not certify it: its predicted step is "
+        f"{1 - faster.step_ns / choice.step_ns:.1%} shorter, with {with_them}. Steps within {TIE - 1:.0%} count as "
+        f"equally fast; the plan that is more exact or simpler is chosen{ask}",
     )
 
 
@@ -298,7 +298,7 @@ def _compile_notes(model: torch.nn.Module) -> tuple[str, ...]:
 def _later_calls_notes(session: PlanningSession, certified: Certified) -> tuple[str, ...]:
     """Return a note if the user's own step may do other work in later calls than in the rehearsed ones."""
     graph = certified.graph
-    schedule, changed = graph.schedule, graph.changed_state or "nothing that the planner sees"
+    schedule = graph.schedule
     if session.workload.step is None or schedule.is_certain:
         return ()
     if schedule.growth_bytes:
@@ -308,10 +308,12 @@ def _later_calls_notes(session: PlanningSession, certified: Certified) -> tuple[
             "collections.deque(maxlen=8)), or move them to the host",
         )
     if not schedule.repeats:
+        why = f", because each call changes {graph.changed_state}" if graph.changed_state else ""
         return (
-            f"the calls of your step did not repeat within {schedule.watched} calls, which the plan covers (each "
-            f"changes {changed}): if a later call does more, plan a step function that always does it",
+            f"the first {schedule.watched} calls of your step did not repeat each other{why}, and the plan covers only "
+            "these calls: if a later call does more, plan a step function that always does it",
         )
+    changed = graph.changed_state or "nothing that the planner sees"
     return (
         f"each step changes {changed}, and the plan covers {schedule.watched} calls: if a later call does more, such "
         f"as a penalty in each {2 * schedule.watched}nd step, plan a step function that always does it",

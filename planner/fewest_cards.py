@@ -137,7 +137,7 @@ def plan_fewest_cards(
             chosen = plan_sharded(workload, card, dataclasses.replace(cards, count=counts[-1]), **options)
         more = 2 * counts[-1]
         why = (
-            f"a batch of {counted(samples, 'sample')} cannot be divided evenly among them; give a batch that can"
+            f"a batch of {counted(samples, 'sample')} cannot be divided evenly among them; give a multiple of {more}"
             if samples % more
             else f"plan for them with --cards {more} (cards={more} in Python)"
         )

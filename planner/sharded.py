@@ -169,7 +169,7 @@ def _with_notes(
     failed: Sequence[tuple[Workload, StepError | TimeLimitError]],
 ) -> Plan:
     """Return the plan with a note on each other way to divide the model."""
-    notes = [f"not chosen: {describe_sharding(work.sharding)}: {comparison(plan, chosen)}" for work, plan in others]
+    notes = [f"not chosen: {describe_sharding(work.sharding)}; {comparison(plan, chosen)}" for work, plan in others]
     notes += [f"left out: {describe_sharding(work.sharding)}: {error}" for work, error in failed]
     return dataclasses.replace(chosen, notes=(*chosen.notes, *notes))
 
@@ -367,4 +367,5 @@ def comparison(plan: Plan | None, chosen: Plan) -> str:
     if plan is None:
         return "no plan fits"
     needs = format_size(plan.peak.total_bytes)
-    return f"{needs} on each card, {plan.peak.step_ns / max(chosen.peak.step_ns, 1):.2f} x the step time"
+    times = plan.peak.step_ns / max(chosen.peak.step_ns, 1)
+    return f"the plan needs {needs} on each card, and its step takes {times:.2f} times as long as with the chosen plan"

@@ -128,7 +128,7 @@ class Candidate:
         return self._cheapest[asked]
 
     def could_pay(self, budget_bytes: int, *, state_bytes: int | None, gradients: bool, below_ns: int | None) -> bool:
-        """Returns False only if certainly no plan with another optimizer update fits at a cost below `below_ns`.
+        """Returns False if it is proven that no plan with another optimizer update fits at a cost below `below_ns`.
 
         This is decided by a relaxation of the candidate's integer program, which ignores the memory that the other
         update needs while it runs.

@@ -38,7 +38,10 @@ class Choice:
 
 
 def simplest_in_tie(found: Sequence[Choice]) -> Choice:
-    """Returns the most faithful and simplest of the choices within a tie of the fastest one, which it passes over."""
+    """Returns the choice with the best rank among those that are at most `TIE` times as slow as the fastest one.
+
+    If it is not the fastest one, its `passed_over` is the fastest one.
+    """
     fastest = min(found, key=lambda choice: choice.step_ns)
     chosen = min(
         (choice for choice in found if choice.step_ns <= TIE * fastest.step_ns), key=lambda choice: choice.rank

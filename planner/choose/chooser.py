@@ -172,7 +172,10 @@ class Chooser:
         return budget_bytes <= self._hopeless_bytes
 
     def _may_fit(self, budget_bytes: int) -> Iterator[bool]:
-        """Yields for each configuration whether its most micro-batches may fit, on the terms of `_is_hopeless`."""
+        """Yields, for each configuration, False if it cannot fit even with the most micro-batches; else True.
+
+        As `_is_hopeless` says, gradients are not counted, and the optimizer state is the smallest possible.
+        """
         configs = [config for config in self.configurations if not self.configurations.could_use_chunks(config)]
         self._prefetcher.smallest(
             (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs
@@ -291,7 +294,7 @@ class Chooser:
         return without_roles(config, Role.OPTIMIZER, Role.UPDATE_TIME)
 
     def _could_pay(self, config: Config, budget_bytes: int, limit_ns: float) -> bool:
-        """Returns False only if certainly no plan of `config` fits in less than `limit_ns`.
+        """Returns False if it is proven that no plan of `config` fits in less than `limit_ns`. True proves nothing.
 
         This is decided without a recording of `config`, from the candidates of the simpler configuration (`_simpler`).
         Their integer program, minus the bytes that the update of `config` saves, is a relaxation of its program.

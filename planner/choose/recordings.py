@@ -141,7 +141,9 @@ class Recordings:
         try:
             return self._joined(_accumulated(config, sizes))
         except WorkloadError as error:
-            refused = WorkloadError(f"micro-batches of {' and '.join(map(str, (size, *others)))}: {error}")
+            refused = WorkloadError(
+                f"the model fails with micro-batches of {' and '.join(map(str, sizes))} samples: {error}"
+            )
             if not others and any(decisions == config and len(sizes) == 1 for decisions, sizes in self._together):
                 self._refused[size] = refused
             raise refused from error

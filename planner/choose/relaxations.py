@@ -81,7 +81,7 @@ def _try(
         space = session.search_space(relaxed)
         narrow = space if technique is None else space.using(technique)
         if narrow is None:
-            return _without_plan(label, False, "it cannot be used here")
+            return _without_plan(label, False, "the technique cannot be used for this model, batch, optimizer or card")
         certified = _plan_within(session, narrow, technique, relaxed, before)
     except StepError as error:
         return _without_plan(label, False, str(error))

@@ -252,7 +252,12 @@ class _Lengthening:
         return dataclasses.replace(storage, lives=sorted(lives, key=lambda life: life[1]), name=name, op=op)
 
     def _users(self, birth: int) -> list[tuple[int | None, int | None]]:
-        """Returns the layers, in the shorter recording and in the longer one, that have a life of a shared storage."""
+        """Returns which layers a life of a shared storage belongs to.
+
+        Returns:
+            Pairs of a layer in the shorter recording, in which the life begins, and a layer in the longer one that is
+            a copy of it; (None, None) if the life begins in no layer.
+        """
         owner = self._owner_at(birth)
         if owner is None:
             return [(None, None)]
@@ -358,11 +363,11 @@ class _Lengthening:
     def _new_index_or_none(
         self, owned: Owned, index: int | None, owner: int | None, layer: int | None, *, is_shared: bool
     ) -> int | None:
-        """Returns `_new_index`; None if the item refers to nothing."""
+        """Like `_new_index`, but returns None if `index` is None."""
         return None if index is None else self._new_index(owned, index, owner, layer, is_shared=is_shared)
 
     def _new_index(self, owned: Owned, index: int, owner: int | None, layer: int | None, *, is_shared: bool) -> int:
-        """Returns the index in the longer recording of what an item of a layer, or of its copy, refers to.
+        """Returns the index in the longer recording to which an item of layer `layer`, a copy of `owner`, refers.
 
         Args:
             is_shared: True if the item belongs to no layer and may refer only to layers at the ends of the run.

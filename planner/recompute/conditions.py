@@ -1,8 +1,9 @@
-"""The condition under which one storage is held, in normal form, while the reasons to hold it begin and end.
+"""Computes for which selections of units a storage is held, while the reasons to hold it begin and end.
 
-A reason is "none of these units is selected" or "this unit is selected". A storage that all layers use, such as a mask,
-has reasons in every layer, and its condition changes in every layer. To write down all its reasons after each change
-would take time and memory that grow with the square of the number of layers. So only what changes is computed:
+The condition is an "or" of reasons. A reason is "none of these units is selected" or "this unit is selected". A storage
+that all layers use, such as a mask, has reasons in every layer, and its condition changes in every layer. To write down
+all its reasons after each change would take time and memory that grow with the square of the number of layers. So only
+what changes is computed:
 
 - Reasons that say nothing new are left out by the rules of `planner.search.presolve` as soon as they begin. Most of the
   time what is left is short, or does not change from one layer to the next.
@@ -182,7 +183,7 @@ class ConditionNow:
         return self._stack[-1][1] if self._stack else None
 
     def _set_rests(self, changed: Mapping[tuple[int, ...], frozenset[int] | None]) -> None:
-        """Notes what is left of some sets; None for a set that is no reason any more."""
+        """Sets the units that are left of some sets. None means that a set has stopped being a reason."""
         changes: Counter[frozenset[int]] = Counter()
         for members, rest in changed.items():
             if (before := self._rest.pop(members, None)) is not None:
@@ -224,7 +225,7 @@ class ConditionNow:
                 self._changes.add(("when", (unit,)))
 
     def _units_that_exclude(self, rest: frozenset[int]) -> list[int]:
-        """Returns the units of `_covers` that exclude all units of a rest."""
+        """Returns the units in `_covers` that may not be selected together with any unit of `rest`."""
         if not self._covers:
             return []
         fewest = min([self._exclusive[unit] for unit in rest], key=len)
@@ -232,7 +233,7 @@ class ConditionNow:
         return [unit for unit in one if rest <= self._exclusive[unit]]
 
     def _rests_excluded_by(self, unit: int) -> Iterator[frozenset[int]]:
-        """Yields the rests of which a unit excludes all units."""
+        """Yields each rest in which no unit may be selected together with `unit`."""
         excluded = self._exclusive[unit]
         one: Collection[int] = self._rests_from if len(self._rests_from) < len(excluded) else excluded
         for first in [first for first in one if first in excluded and first in self._rests_from]:

@@ -142,7 +142,8 @@ def times_of(
     """Merges the pieces of one storage into times that do not overlap.
 
     Returns:
-        (first tick, tick after the last, number of the condition) of each time; None if the storage is always held.
+        For each time: the first tick, the tick after the last, and the number of the condition. The number is None if
+        the storage is held whatever is selected.
     """
     if len(pieces) == 1 and pieces[0][2] == "fixed":
         return [(pieces[0][0], pieces[0][1], None)]

@@ -152,8 +152,9 @@ class Keepable:
     def _alternatives(self, numbers: set[int], products: dict[int, list[int]]) -> list[tuple[int, ...]]:
         """Returns sets of product numbers, which are the alternatives for what a call keeps.
 
-        The first set has all products. For the others, products are sorted by time saved per byte kept, and a set has
-        the products before a drop that is larger than `_MIN_DENSITY_DROP`; the `_MOST_DROPS` steepest drops are taken.
+        The first set has all products. For the others, products are sorted by time saved per byte kept. Where this
+        ratio drops by more than the factor `_MIN_DENSITY_DROP` from one product to the next, the products before the
+        drop are a set. Only the `_MOST_DROPS` steepest drops are used.
         This is a heuristic, and other subsets are not tried.
         """
         if not numbers:

@@ -119,7 +119,7 @@ def gathered_once(graph: StepGraph, gathers: Sequence[RepeatedGathers]) -> StepG
 
 
 def _gap_before(graph: StepGraph, storage: int, tick: int) -> list[tuple[int, int, int]]:
-    """Returns the time before the life of a storage at `tick` in which it is free, since its previous life."""
+    """Returns the time in which a storage is free before the life that contains `tick`; empty if it is not free."""
     lives = sorted(graph.storages[storage].lives)
     for (_, freed), (born, died) in itertools.pairwise(lives):
         if born <= tick < died:

@@ -51,10 +51,10 @@ class BySampleCheck:
         """The reason why it is not known which tensors of the batch have a row for each sample; None if it is known."""
         if other := self._workload.with_other_rows:
             return (
-                f"the batch has {counted(self._workload.batch_size, 'sample')}, and {other}, and nothing says whether "
-                "this tensor is the same for all samples: if it is, name the other tensors with --by-sample "
-                "(by_sample=[...] in Python); if it refers to samples, like the edges of a graph, the batch cannot be "
-                "split"
+                f"the batch has {counted(self._workload.batch_size, 'sample')}, and {other}, so the planner cannot "
+                "tell whether this tensor is the same for all samples: if it is, name the tensors that have a row for "
+                "each sample with --by-sample (by_sample=[...] in Python); if it refers to samples, like the edges of "
+                "a graph, the batch cannot be split"
             )
         child, self._child = self._child, None
         if child is None or (error := _error(child)) is None:
@@ -63,9 +63,9 @@ class BySampleCheck:
         if half > 1 and _error(self._start(self._workload, half)) is None:
             return None
         return (
-            "the model cannot be run on another number of samples if every tensor of the batch with "
-            f"{self._workload.batch_size} rows has a row for each sample{self._exception()} ({error}): name the "
-            "tensors that have a row for each sample with --by-sample (by_sample=[...] in Python)"
+            f"the planner assumes that every tensor of the batch with {self._workload.batch_size} rows has a row for "
+            f"each sample, and the model then fails with another number of samples ({error}{self._exception()}): name "
+            "the tensors that have a row for each sample with --by-sample (by_sample=[...] in Python)"
         )
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def batch_splits(
     why_not, way_out = None, ""
     of_values = f"the memory of a micro-batch may depend on the values of its samples ({values_needed})"
     if batch_statistics:
-        why_not = f"'{batch_statistics[0]}' normalises over the micro-batch, so that results differ from the full batch"
+        why_not = f"'{batch_statistics[0]}' normalizes over the micro-batch, so that results differ from the full batch"
     elif workload.batch_size < 2:
         why_not = "the batch is a single sample"
     elif why_no_samples:
@@ -75,14 +75,17 @@ def batch_splits(
     elif values_needed:
         why_not = of_values
     elif changed := _changed_gradient(workload.model):
-        why_not = f"{changed}, which is not linear in the gradients of micro-batches"
+        why_not = f"{changed}, so the gradients of micro-batches may not add up to that of the full batch"
     elif _balances_experts(workload):
         why_not = (
             "the model balances its experts over all tokens of a batch (output_router_logits), and would do so for "
             "each micro-batch separately"
         )
     elif workload.loss_fn is None and _has_mapping_for_each_sample(workload.batch):
-        why_not = "the model's own loss is not a mean over samples, each of which has a mapping of its own in the batch"
+        why_not = (
+            "the batch holds one dict for each sample, and the loss that the model computes from them itself is not a "
+            "mean over samples"
+        )
     single, several = MicroBatching(micro_batches=1, size=workload.batch_size), tuple(splits_of(workload.batch_size))
     if constraints.force(Accumulation):
         if why_no_samples:

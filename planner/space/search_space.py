@@ -212,13 +212,13 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
         policy = ShardedPrecision(reduce_dtype="bf16" if library else "fp32", without_autocast=bool(library))
         return _alternatives(constraints, ShardedPrecision, None if why_not else (policy,), why_not)
     if constraints.force(ShardedPrecision):
-        raise DecisionError(
-            f"sharded-precision is forced, but parameters are {'not gathered in bf16' if is_sharded else 'not sharded'}"
-            " here: do not force it"
-        )
+        why = "the card has no bf16, or mixed-precision is forced" if is_sharded else "parameters are not sharded"
+        raise DecisionError(f"sharded-precision is forced, but {why}: do not force it")
     if is_sharded and norm is not None and not why_not:
-        why = f"parameters are not gathered in bf16: those of '{norm}' need the dtype of its running statistics"
-        notes.append(why)
+        notes.append(
+            f"FSDP2 gathers all parameters in fp32, not in bf16: '{norm}' needs one dtype for its parameters and its "
+            "running statistics"
+        )
     if library and not why_not:
         why_not = f"{library} uses no autocast with FSDP2, and its fp16 there cannot be planned"
     if workload.parallelize is not None and card.native_dtypes[:1] == ("fp16",) and not why_not:
@@ -314,7 +314,8 @@ def allocator_alternatives(card: DeviceProfile, constraints: Constraints) -> Alt
     kinds.sort(key=lambda option: bool(changed_options([option], card.alloc_conf)))
     why_not = None if card.allocator else f"{card.title} has no caching allocator"
     if not kinds:
-        return _alternatives(constraints, Allocator, None, "its options are set already, or PyTorch refuses them")
+        why_not = "you have set its options, or PyTorch refuses them together with yours"
+        return _alternatives(constraints, Allocator, None, why_not)
     alternatives = [_alternatives(constraints, Allocator, None if why_not else (option,), why_not) for option in kinds]
     return tuple(dict.fromkeys(itertools.chain.from_iterable(alternatives)))
 

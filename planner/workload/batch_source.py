@@ -89,7 +89,7 @@ def candidate_batches(batch: Any, *, worst_case: bool = True, watch: Watch | Non
         raise WorkloadError("the source of batches is empty: give a data loader with at least one batch")
     seen = len(stream.order)
     first = "first " if seen == MOST_BATCHES else ""
-    note = f"the plan is for the batch whose step needs the most memory, of the {first}{seen} batches"
+    note = f"the plan is for the batch that needs the most memory among the {first}{seen} batches"
     if seen == 1:
         return Candidates(kept, (), None)
     if not stream.different:
@@ -99,7 +99,10 @@ def candidate_batches(batch: Any, *, worst_case: bool = True, watch: Watch | Non
         )
     kept.sort(key=elements, reverse=True)
     if len(kept) > _MOST_CANDIDATES:
-        note += f"; of {len(kept)} different shapes, only the {_MOST_CANDIDATES} with the most elements were rehearsed"
+        note += (
+            f"; these have {len(kept)} different shapes, and only the {_MOST_CANDIDATES} with the most elements were "
+            "rehearsed"
+        )
     if isinstance(batch, list) and isinstance(batch[0], (list, tuple)):
         note += "; if the list holds the arguments of one call of the model, give them as a tuple"
     return Candidates(kept[:_MOST_CANDIDATES], (note,), stream if stream.different else None)

@@ -112,7 +112,7 @@ class Workload:
         map_batch(lambda tensor: tensor, self.batch, of_mappings=note)
         for path, tensor in tensors_of(self.batch):
             if tensor.dim() and tensor.shape[0] not in (1, self.batch_size) and id(tensor) not in in_mappings:
-                return f"'{path}' {list(tensor.shape)} has another dimension 0"
+                return f"'{path}' {list(tensor.shape)} has {tensor.shape[0]} rows"
         return None
 
     def model_facts(self) -> ModelFacts:

@@ -65,7 +65,7 @@ def largest(tensor):
 
 
 class Rounding(TorchDispatchMode):
-    """Records in `eps` the lowest precision to which an op rounds double tensors."""
+    """Records in `eps` the largest machine epsilon of the dtypes to which ops round float64 inputs."""
 
     eps = torch.finfo(torch.float64).eps
 

@@ -157,7 +157,7 @@ def present_data(leaf, key, tensor):
     """Return what autograd would return for a saved leaf: the leaf itself, if its data was replaced in the meantime.
 
     `key` is the number of its storage when it was saved, `tensor` is the leaf as it was then. `leaf` is a weak
-    reference, or None if the saved tensor was no leaf. For example, a forward may set `.data` of a buffer for one op
+    reference, or None if the saved tensor was not a leaf. For example, a forward may set `.data` of a buffer for one op
     and set it back.
     """
     now = None if leaf is None else leaf()

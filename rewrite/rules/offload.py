@@ -109,7 +109,7 @@ class HostMemory:
             return KeptTensor(tensor)
         if is_parameter(tensor) or tensor.untyped_storage().nbytes() < self.from_bytes:
             return KeptTensor(tensor)
-        # After an in-place write to the storage, another copy is needed. Parts of a storage that are no views of one
+        # After an in-place write to the storage, another copy is needed. Parts of a storage that are not views of one
         # tensor (`torch.unsafe_split`) count their writes separately, so each part has copies of its own.
         root = tensor if tensor._base is None else tensor._base
         version = key, version_of(tensor), root.storage_offset(), root.shape

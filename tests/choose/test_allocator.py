@@ -111,7 +111,7 @@ def test_only_options_that_the_user_has_not_set_are_proposed():
     assert with_conf("max_split_size_mb:512") == ((), EXPANDABLE, split[1])
     assert with_conf("expandable_segments:False") == ((), *split, EXPANDABLE)
     assert with_conf("large_segment_size_mb:600,expandable_segments:True") == ((),)
-    with pytest.raises(DecisionError, match="allocator is forced, but its options are set already"):
+    with pytest.raises(DecisionError, match="allocator is forced, but you have set its options"):
         with_conf("large_segment_size_mb:600,expandable_segments:True", force="allocator")
 
 

@@ -248,7 +248,10 @@ def test_each_thing_that_is_not_allowed_is_said_to_open_the_budget_or_not(folder
     tried = ["allow chunked-loss", "allow accumulation", "allow checkpoint", "--fidelity rounded"]
     assert list(relaxations) == [*tried, "--batch-size 1024"]
     assert (relaxations["allow chunked-loss"]["opens"], relaxations["allow chunked-loss"]["next_step"]) == (False, None)
-    assert relaxations["allow chunked-loss"]["why"] == "it cannot be used here"
+    assert (
+        relaxations["allow chunked-loss"]["why"]
+        == "the technique cannot be used for this model, batch, optimizer or card"
+    )
     opened = [one["next_step"] for label, one in relaxations.items() if one["opens"] and label in tried]
     assert opened and all(step["total_bytes"] <= 4 << 20 for step in opened)
     assert data["shortfall"]["next_step"] == min(opened, key=lambda step: step["slowdown"])

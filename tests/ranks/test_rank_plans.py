@@ -207,7 +207,7 @@ def test_the_smallest_number_of_cards_is_found_and_larger_ones_are_compared():
         assert not planner.plan(llama(), batch(), cards=cards // 2, **options).fits
     more = [note for note in plan.notes if note.startswith((f"{2 * cards} cards: ", f"{4 * cards} cards: "))]
     assert len(more) == sum(16 % (cards * factor) == 0 for factor in (2, 4))
-    assert all("x the step time" in note for note in more)
+    assert all("times as long as with the chosen plan" in note for note in more)
 
 
 def test_the_smallest_number_of_cards_needs_a_budget_and_a_batch_that_can_be_divided():

@@ -168,4 +168,4 @@ def test_each_way_is_searched_once_if_no_plan_fits(monkeypatch):
     assert not plan.fits
     assert plan.shortfall is not None
     assert searched == ["ddp", "zero1", "fsdp"]
-    assert [note.rpartition(": ")[2] for note in plan.notes if note.startswith("not chosen")] == ["no plan fits"] * 2
+    assert [note.rpartition("; ")[2] for note in plan.notes if note.startswith("not chosen")] == ["no plan fits"] * 2

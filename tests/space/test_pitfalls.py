@@ -82,10 +82,10 @@ def test_accumulation_is_not_offered_over_recorded_batch_statistics_but_may_be_f
     assert len(search_space(work, BARE, constraints(), batch_statistics=(), chunks=None).splits) > 1
     offered = search_space(work, BARE, constraints(), batch_statistics=("norm",), chunks=None)
     assert [split.micro_batches for split in offered.splits] == [1]
-    assert "no accumulation: 'norm' normalises over the micro-batch" in " ".join(offered.notes)
+    assert "no accumulation: 'norm' normalizes over the micro-batch" in " ".join(offered.notes)
     forced = search_space(work, BARE, constraints("accumulation"), batch_statistics=("norm",), chunks=None)
     assert min(split.micro_batches for split in forced.splits) == 2
-    assert "accumulation is forced although 'norm' normalises over the micro-batch" in " ".join(forced.notes)
+    assert "accumulation is forced although 'norm' normalizes over the micro-batch" in " ".join(forced.notes)
 
 
 def test_accumulation_of_a_single_sample_cannot_be_forced():
@@ -99,10 +99,10 @@ def test_a_plan_over_a_functional_batch_norm_splits_the_batch_only_on_request_an
     settings = {"vram": "1GiB", "loss_fn": mean_square, "gpu": "bare", "fidelity": "exact"}
     plan = planner.plan(model, batch, **settings)
     assert plan.decision(Accumulation) is None
-    assert any(note.startswith("no accumulation: '1' normalises over the micro-batch") for note in plan.notes)
+    assert any(note.startswith("no accumulation: '1' normalizes over the micro-batch") for note in plan.notes)
     forced = planner.plan(model, batch, force="accumulation", **settings)
     assert forced.decision(Accumulation) == Accumulation(micro_batch_size=2, micro_batches=2)
-    assert any(note.startswith("accumulation is forced although '1' normalises") for note in forced.notes)
+    assert any(note.startswith("accumulation is forced although '1' normalizes") for note in forced.notes)
 
 
 # ---- 8-bit optimizer state ---------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_a_live_optimizer_is_planned_for_and_left_alone(task):
 def test_batch_norm_forbids_accumulation_and_the_plan_says_so():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
     plan = planner.plan(model, (torch.zeros(64, 8), torch.zeros(64, 1)), vram="1GiB", loss_fn=mean_square, gpu="bare")
-    assert any("normalises over the micro-batch" in note for note in plan.notes)
+    assert any("normalizes over the micro-batch" in note for note in plan.notes)
 
 
 @pytest.mark.thorough

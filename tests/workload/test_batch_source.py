@@ -46,7 +46,7 @@ def test_a_batch_that_another_batch_covers_is_left_out():
     loader = torch.utils.data.DataLoader(texts((4, 8), (2, 8), (8, 2), (4, 8)), batch_size=None)
     kept, notes, _ = candidate_batches(loader)
     assert shapes_of(kept) == [(4, 8), (8, 2)]
-    assert notes == ("the plan is for the batch whose step needs the most memory, of the 4 batches",)
+    assert notes == ("the plan is for the batch that needs the most memory among the 4 batches",)
 
 
 def test_a_batch_with_a_smaller_and_a_larger_tensor_is_kept():
@@ -140,7 +140,7 @@ def test_the_plan_is_for_the_step_that_needs_the_most_memory():
 
     plan = peak(iter([many, long]))
     assert plan.peak == max(peak(many).peak, peak(long).peak, key=lambda footprint: footprint.total_bytes)
-    assert "the plan is for the batch whose step needs the most memory, of the 2 batches" in plan.notes
+    assert "the plan is for the batch that needs the most memory among the 2 batches" in plan.notes
 
 
 def test_a_file_of_shapes_describes_a_nested_batch():

@@ -250,7 +250,7 @@ def test_a_loss_that_a_model_takes_of_such_a_list_is_not_planned_in_parts():
     options = {"gpu": "bare", "optimizer": "sgd", "only": ("accumulation",)}
     plan = planner.plan(model, batch, vram="1GiB", **options)
     assert plan.workload.batch_size == 6
-    assert "not a mean over samples, each of which has a mapping of its own" in " ".join(plan.notes)
+    assert "the batch holds one dict for each sample" in " ".join(plan.notes)
 
 
 def test_a_list_of_views_is_no_list_of_samples():
