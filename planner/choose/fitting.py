@@ -245,11 +245,10 @@ def _search_once(
         session.note(certified, constraints)
         session.watch.stage("searching")
         check_recordings(session, certified)
-        return (
-            0
-            if certified.measured.fits
-            else max(session.smallest_budget_bytes(certified) - session.budget.usable_bytes, 1)
-        )
+        if certified.measured.fits:
+            return 0
+        usable_bytes = session.budget.usable_bytes
+        return max(session.smallest_budget_bytes(certified, above_bytes=usable_bytes) - usable_bytes, 1)
 
     choice = search(
         lambda budget_of, below_ns: chooser.fastest(budget_of, below_ns=below_ns),

@@ -23,7 +23,7 @@ from planner.choose.searches import Searches
 from planner.choose.shortening import Shortening, runs_to_shorten
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
-from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
+from planner.estimate.footprint import Measured, measure, runs_within, smallest_of
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
@@ -272,6 +272,8 @@ class PlanningSession:
                 fitting = next((certified for certified in possible if certified.measured.fits), None)
                 if fitting is not None:
                     return fitting
+            if possible and not runs_within(graph, self.card, total_bytes, decisions, fastest=self._takes_fastest):
+                continue
             measured = self._measured(graph, total_bytes, decisions)
             chosen = dataclasses.replace(choice, decisions=decisions)
             # A promise with the smallest workspaces grows by what the step takes more if all fastest algorithms fit.
@@ -366,12 +368,10 @@ class PlanningSession:
         fits = total_bytes <= self.budget.usable_bytes
         return dataclasses.replace(measured, measured=dataclasses.replace(measured.measured, fits=fits))
 
-    def smallest_budget_bytes(self, certified: Certified) -> int:
-        """Returns the smallest total in bytes in which a certified step runs. It may be up to 1 MiB too large."""
-        return min(
-            smallest_capacity_bytes(certified.graph, self.card, decisions, fastest=self._takes_fastest)
-            for decisions in self._with_each_allocator(certified.choice)
-        )
+    def smallest_budget_bytes(self, certified: Certified, *, above_bytes: int = 0) -> int:
+        """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""
+        alternatives, fastest = self._with_each_allocator(certified.choice), self._takes_fastest
+        return smallest_of(certified.graph, self.card, alternatives, fastest=fastest, above_bytes=above_bytes)
 
     def lower_bound_bytes(self, config: tuple[Decision, ...]) -> int:
         """Returns a lower bound in bytes on the peak of every plan with this configuration."""

@@ -158,6 +158,8 @@ def smallest_capacity_bytes(
     *,
     within_bytes: int = 1 << 20,
     fastest: bool = False,
+    above_bytes: int = 0,
+    below_bytes: int | None = None,
 ) -> int:
     """Returns a total in bytes in which the step runs, at most `within_bytes` above the smallest such total.
 
@@ -169,6 +171,8 @@ def smallest_capacity_bytes(
     Args:
         decisions: the decisions of the step, which may set options of the allocator.
         fastest: True if each convolution must run its first algorithm. Otherwise it takes the one that fits.
+        above_bytes: a total in which the step is known not to run; 0 if none is known.
+        below_bytes: a known total, which is returned unless the step runs in a total that is smaller by `within_bytes`.
 
     The bisection assumes that a step that runs under one limit also runs under every larger limit. A caching allocator
     does not guarantee this, so an even smaller total may exist. The step runs in the returned total in any case.
@@ -178,14 +182,23 @@ def smallest_capacity_bytes(
     ids, sizes, _ = allocation_stream(graph)
     settings, streams = without_limit(settings_on(card, decisions)), streams_of_blocks(graph)
     trials = trials_of_blocks(graph, fastest=fastest)
-    outcome = replayed((ids, sizes), card, None, settings, streams)
+    if below_bytes is None:
+        outcome = replayed((ids, sizes), card, None, settings, streams)
+    else:
+        capacity = below_bytes - within_bytes - card.outside_bytes
+        outcome = replayed((ids, sizes), card, capacity, settings, streams, trials)
+        if outcome.out_of_memory_event is not None:
+            return below_bytes
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
-    if any(each.search for each in trials.values()):  # each search empties the cache, which changes what follows
+    if below_bytes is None and any(
+        each.search for each in trials.values()
+    ):  # each search empties the cache, which changes what follows
         while replayed((ids, sizes), card, high, settings, streams, trials).out_of_memory_event is not None:
             high += max(high // 16, within_bytes)
     if trials and not fastest:
         least = with_least_workspaces(graph).live_bytes(granularity_bytes=granularity_bytes(card))
         low = min(low, int(least.max()) - 1)
+    low = max(low, above_bytes - card.outside_bytes)
     while high - low > within_bytes:
         middle = (low + high) // 2
         outcome = replayed((ids, sizes), card, middle, settings, streams, trials)
@@ -194,6 +207,52 @@ def smallest_capacity_bytes(
         else:
             low = middle
     return high + card.outside_bytes
+
+
+def smallest_of(
+    graph: StepGraph,
+    card: DeviceProfile,
+    alternatives: Iterable[tuple[Decision, ...]],
+    *,
+    fastest: bool = False,
+    above_bytes: int = 0,
+) -> int:
+    """Returns the smallest total in bytes in which the step runs with any of the alternatives for its decisions.
+
+    The alternatives differ in the options of the allocator. An alternative is measured only if the step runs with it
+    in less than with those before it. The other arguments are those of `smallest_capacity_bytes`.
+
+    Raises:
+        ValueError: there is no alternative.
+    """
+    smallest: int | None = None
+    for decisions in alternatives:
+        smallest = smallest_capacity_bytes(
+            graph, card, decisions, fastest=fastest, above_bytes=above_bytes, below_bytes=smallest
+        )
+    if smallest is None:
+        raise ValueError("there is no alternative: give at least one, which may have no decision")
+    return smallest
+
+
+def runs_within(
+    graph: StepGraph,
+    card: DeviceProfile,
+    vram_bytes: int | None,
+    decisions: Iterable[Decision] = (),
+    *,
+    fastest: bool = False,
+) -> bool:
+    """Returns `measure(...).fits`, without measuring the footprint. The arguments are those of `measure`."""
+    if vram_bytes is None:
+        return True
+    capacity = vram_bytes - card.outside_bytes
+    if not card.allocator:
+        return int(graph.live_bytes(granularity_bytes=granularity_bytes(card)).max()) <= capacity
+    ids, sizes, _ = allocation_stream(graph)
+    settings, trials = settings_on(card, decisions), trials_of_blocks(graph, fastest=fastest)
+    outcome = replayed((ids, sizes), card, capacity, settings, streams_of_blocks(graph), trials)
+    return outcome.out_of_memory_event is None
 
 
 def settings_on(card: DeviceProfile, decisions: Iterable[Decision]) -> AllocatorSettings:
@@ -221,8 +280,9 @@ def replayed(
     Returns:
         The worst outcome: one that runs out of memory, or else the one with the largest peak of reserved bytes.
     """
-    outcomes = [
-        replay(
+    outcomes = []
+    for descending in SEGMENT_ADDRESSES[card.segment_addresses]:
+        outcome = replay(
             stream,
             settings,
             capacity_bytes,
@@ -231,9 +291,10 @@ def replayed(
             streams=streams,
             trials=trials,
         )
-        for descending in SEGMENT_ADDRESSES[card.segment_addresses]
-    ]
-    return max(outcomes, key=lambda outcome: (outcome.out_of_memory_event is not None, outcome.peak_reserved_bytes))
+        if outcome.out_of_memory_event is not None:
+            return outcome
+        outcomes.append(outcome)
+    return max(outcomes, key=lambda outcome: outcome.peak_reserved_bytes)
 
 
 def _breakdown(live: np.ndarray, reserved: int, card: DeviceProfile) -> dict[str, int]:

@@ -85,8 +85,8 @@ def recomputed(forward, contexts):
         places = [list(distinct).index(key) for key in keys]
 
         def run(*inputs):
-            inputs = [inputs[place] for place in places]
-            return forward(module, *inputs[:positional], **dict(zip(names, inputs[positional:], strict=True)))
+            each = [inputs[place] for place in places]
+            return forward(module, *each[:positional], **dict(zip(names, each[positional:], strict=True)))
 
         for mode in _get_current_dispatch_mode_stack():
             if hasattr(mode, "latest_op_has_ended"):  # a tape of segments: the inputs saved now are not an op's results
