@@ -34,7 +34,7 @@ def test_the_fastest_plan_passes_nothing_over():
 
 def test_a_note_names_a_plan_that_is_faster_by_more_than_a_percent():
     (note,) = _tie_notes(simplest_in_tie([choice(1000, KERNEL, BF16), choice(1020, KERNEL)]))
-    assert "2.0% less time is predicted for its step, with mixed precision" in note
+    assert "its predicted step is 2.0% shorter, with mixed precision" in note
     assert note.endswith("--force mixed-precision asks for the other")
     assert _tie_notes(simplest_in_tie([choice(1000, BF16), choice(1010)])) == ()
     assert _tie_notes(choice(1000)) == ()
