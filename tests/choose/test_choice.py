@@ -35,7 +35,7 @@ def test_the_fastest_plan_passes_nothing_over():
 def test_a_note_names_a_plan_that_is_faster_by_more_than_a_percent():
     (note,) = _tie_notes(simplest_in_tie([choice(1000, KERNEL, BF16), choice(1020, KERNEL)]))
     assert "its predicted step is 2.0% shorter, with mixed precision" in note
-    assert note.endswith("--force mixed-precision asks for the other")
+    assert note.endswith("--force mixed-precision asks for the other plan")
     assert _tie_notes(simplest_in_tie([choice(1000, BF16), choice(1010)])) == ()
     assert _tie_notes(choice(1000)) == ()
 
@@ -50,7 +50,7 @@ def test_a_plan_says_what_it_passed_over_and_the_named_option_gives_it():
     batch = {name: torch.zeros(16, 256, dtype=torch.long) for name in ("input_ids", "labels")}
     vram = planner.plan(model, batch, vram=None, gpu="rtx-3060").total_bytes * 9 // 10
     plan = planner.plan(model, batch, vram=vram, gpu="rtx-3060", fidelity="rounded")
-    (note,) = (note for note in plan.notes if "passed over" in note)
+    (note,) = (note for note in plan.notes if "faster plan" in note)
     forced = note.partition("--force ")[2].split()[0]
     other = planner.plan(model, batch, vram=vram, gpu="rtx-3060", fidelity="rounded", force=forced)
     assert 0.95 <= other.peak.step_ns / plan.peak.step_ns < 0.99
