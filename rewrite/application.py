@@ -20,7 +20,7 @@ from planner.rewrite.nondeterminism import nondeterministic_op
 from planner.rewrite.optimizers import SchedulerChoice, make_scheduler, refuse_closure, refuse_mixed_lists
 from planner.rewrite.own_step import OwnStep
 from planner.rewrite.recompute_observer import RecomputeObserver
-from planner.rewrite.rewriting import LossWeight, Rewriting
+from planner.rewrite.rewriting import LossWeight, Rewriting, Uncopied
 from planner.rewrite.rules import RULES
 from planner.rewrite.rules.allocator import set_options
 from planner.rewrite.step import TrainingStep
@@ -39,7 +39,7 @@ DOES_NOT_FIT = (
 
 
 @final
-class Rewritten:
+class Rewritten(Uncopied):
     """A rewritten model.
 
     Attributes:

@@ -12,12 +12,13 @@ from planner.errors import DecisionError, PlanFileError
 from planner.plan_types.decisions import Decision
 from planner.rewrite import step_state
 from planner.rewrite.portable.recompute_check import RecomputeDifference
+from planner.rewrite.rewriting import Uncopied
 from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import StepFn
 
 
 @final
-class OwnStep:
+class OwnStep(Uncopied):
     """Trains with one batch per call: `step(batch)` calls the user's function, and returns what it returns.
 
     The function decides on everything: forwards, losses, backwards, clipping, the steps of its optimizers. After an

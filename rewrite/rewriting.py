@@ -21,6 +21,19 @@ LossWeight = Callable[[Any], torch.Tensor | float]
 """`loss_weight(batch)` returns the number of terms over which the loss of a batch or micro-batch is a mean."""
 
 
+class Uncopied:
+    """Base class of objects that hold the changes to one model: copying or pickling them raises `TypeError`.
+
+    A copy would undo and check the changes to the original model, although it trains a copy of it.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} objects cannot be copied or pickled, because they hold the changes to one model: "
+            "copy the module instead, or save step.state_dict() and load it where the plan is applied again"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
     """One change that a rule made to the model, and how to undo it."""

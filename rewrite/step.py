@@ -15,6 +15,7 @@ from planner.rewrite import step_state
 from planner.rewrite.portable.batch_slicing import marking_last
 from planner.rewrite.portable.loss_and_clipping import clip_divided_gradients, clip_gradients, weighted
 from planner.rewrite.portable.loss_terms import share_of_part
+from planner.rewrite.rewriting import Uncopied
 from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import Calling, LossFn, loss_of
 from planner.workload.torch_optimizers import several_processes, why_not_dense, why_not_sparse
@@ -27,7 +28,7 @@ NoSync = Callable[[], contextlib.AbstractContextManager]
 
 
 @final
-class TrainingStep:
+class TrainingStep(Uncopied):
     """Trains with one batch per call: `loss = step(batch)`. The batch has to be on the model's device.
 
     The loss of the batch is returned, detached, as a 0-dim tensor. The order is that of the emitted `training_step`:

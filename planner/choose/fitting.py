@@ -194,8 +194,8 @@ def repeated_if_dropped(session: PlanningSession, search: Callable[[], T]) -> T:
 def certify(session: PlanningSession, choice: Choice, *, then: Choice | None = None) -> Certified:
     """Return a choice with its certificate. The search has to be called by `repeated_if_dropped`.
 
-    If the rewritten step cannot be rehearsed, a technique by which it recomputes or offloads is left out of later
-    searches, and the present one ends.
+    If the rewritten step cannot be rehearsed because of a technique by which it recomputes or offloads, this technique
+    is left out of later searches, and the present one ends.
 
     Args:
         then: the choice that will be certified next.
@@ -206,9 +206,40 @@ def certify(session: PlanningSession, choice: Choice, *, then: Choice | None = N
     try:
         return session.certify(choice, then=then)
     except StepError as error:
-        if not session.searches.leave_out(choice, error):
+        failed = _failed(session, choice, error)
+        if not failed:
             raise
+        session.searches.leave_out(failed)
         raise _DroppedError from error
+
+
+def _failed(session: PlanningSession, choice: Choice, error: StepError) -> dict[type[Decision], StepError]:
+    """Returns the techniques because of which the step of a choice fails, each with its error; empty if there is none.
+
+    Only techniques that recompute or offload are considered, and only those that are not left out already. Each is
+    rehearsed without the others. If each works without the others, they fail together, and the one is returned whose
+    absence lets the step run.
+
+    Args:
+        error: the error of the step with all of them.
+    """
+    used = [d for d in with_roles(choice.decisions, Role.RECOMPUTE) if not session.searches.is_left_out(type(d))]
+
+    def error_with(tried: Sequence[Decision]) -> StepError | None:
+        decisions = tuple(d for d in choice.decisions if d in tried or d.role is not Role.RECOMPUTE)
+        try:
+            session.certify(dataclasses.replace(choice, decisions=decisions))
+        except StepError as found:
+            return found
+        return None
+
+    if len(used) < 2:
+        return {type(decision): error for decision in used}
+    failed = {type(decision): found for decision in used if (found := error_with([decision])) is not None}
+    if failed:
+        return failed
+    working = (d for d in used if error_with([other for other in used if other is not d]) is None)
+    return {type(next(working, used[0])): error}
 
 
 def check_recordings(session: PlanningSession, certified: Certified) -> None:

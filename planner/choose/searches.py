@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from planner.choose.choice import Choice
 from planner.choose.chooser import Chooser
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, Role, with_roles, without_roles
+from planner.plan_types.decision_base import Decision, Role, without_roles
 from planner.space.configurations import Config
 from planner.space.search_space import SearchSpace
 
@@ -24,22 +25,17 @@ class Searches:
         """Add a chooser that searches under these constraints."""
         self._made.append((constraints, chooser))
 
-    def leave_out(self, choice: Choice, error: StepError) -> bool:
-        """Leave a technique that recomputes or offloads out of later searches, because a step with it has failed.
+    def leave_out(self, failed: Mapping[type[Decision], StepError]) -> None:
+        """Leave techniques out of later searches, because a step with them has failed with these errors."""
+        self._failed.update(failed)
 
-        It is the first one of the choice that is still used. False if the choice has none.
-        """
-        kinds = (type(decision) for decision in with_roles(choice.decisions, Role.RECOMPUTE))
-        kind = next((kind for kind in kinds if kind not in self._failed), None)
-        if kind is not None:
-            self._failed[kind] = error
-        return kind is not None
+    def is_left_out(self, kind: type[Decision]) -> bool:
+        """True if `leave_out` has named the technique."""
+        return kind in self._failed
 
     def without_failed(self, space: SearchSpace, constraints: Constraints) -> SearchSpace:
-        """Returns a search space without the techniques that `leave_out` has named, unless one has to be used."""
-        if constraints.force(Role.RECOMPUTE):
-            return space
-        recompute = tuple(kind for kind in space.recompute if kind not in self._failed)
+        """Returns a search space without the techniques that `leave_out` has named, unless the user forces them."""
+        recompute = tuple(kind for kind in space.recompute if kind not in self._failed or constraints.force(kind))
         return dataclasses.replace(space, recompute=recompute)
 
     def _under(self, constraints: Constraints) -> list[Chooser]:

@@ -205,9 +205,12 @@ _WAYS_OUT = {
         "a rehearsal cannot run torchao's optimizers, whose update torch.compile makes; plan with 8-bit AdamW of "
         "bitsandbytes (--force 8bit-optimizer), whose state takes nearly as many bytes as torchao's AdamW8bit"
     ),
+    "rewrite/rules/checkpoint.py": "if the step runs without the planner, forbid checkpoint",
+    "rewrite/portable/replay_tape.py": "if the step runs without the planner, forbid segment-checkpoint",
+    "rewrite/rules/offload.py": "if the step runs without the planner, forbid offload",
     "torch/nested/": "a rehearsal cannot run nested or jagged tensors; plan the model with padded tensors and a mask",
 }
-"""Advice on errors in files of torch that a rehearsal cannot run, by a part of the file's path."""
+"""Advice on errors in these files or in what they call, by a part of the file's path."""
 
 
 def failure_in_backward(error: Exception, model: torch.nn.Module) -> PlannerError:

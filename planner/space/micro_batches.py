@@ -94,7 +94,7 @@ def batch_splits(
             raise DecisionError(f"accumulation is forced, but {why_not}: do not force accumulation")
         if why_not:
             result = "it may take more memory" if why_not == of_values else "results differ from the full batch"
-            notes.append(f"accumulation is forced although {why_not}: {result}")
+            notes.append(f"accumulation is forced although {why_not}{'' if batch_statistics else f': {result}'}")
         return several
     if why_not:
         if constraints.allow(Accumulation):

@@ -184,7 +184,8 @@ def _config_of(transformers: Any, settings: dict[str, Any], file: pathlib.Path) 
     """Returns the config with the settings of a file.
 
     Raises:
-        WorkloadError: a setting is of the wrong type, or has a value that transformers does not accept.
+        WorkloadError: a setting is of the wrong type, or has a value that transformers does not accept; or transformers
+            cannot read or write a file that it needs.
         ValueError: transformers does not know the type of the model.
     """
     if not isinstance(settings["model_type"], str):
@@ -200,6 +201,8 @@ def _config_of(transformers: Any, settings: dict[str, Any], file: pathlib.Path) 
         raise WorkloadError(f"'{file}' cannot be used: its architectures are not a list of names; correct the file")
     try:
         return transformers.AutoConfig.for_model(**settings)
+    except OSError as error:  # for example, the import of a module found no folder for temporary files
+        raise WorkloadError(f"transformers cannot be used: {first_line(error)}") from error
     except Exception as error:  # configs are data from elsewhere, and their classes raise errors of many types
         raise WorkloadError(f"'{file}' cannot be used: {first_line(error)}; correct this setting") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -85,6 +86,16 @@ def test_undo_refuses_to_drop_what_was_replaced_later():
     model.twice.forward = planned
     result.undo()
     assert "forward" not in vars(model.twice)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_rewritten_model_and_its_step_refuse_to_be_copied_and_the_module_does_not(copied):
+    model, batch = seeded(Perceptron), vectors()
+    result = rewritten(model, Checkpoint(modules=("layers.0",)), batch=batch, loss_fn=cross_entropy)
+    for whole in (result, result.step):
+        with pytest.raises(TypeError, match=f"{type(whole).__name__} objects cannot be copied or pickled"):
+            copied(whole)
+    assert copied(result.module)
 
 
 def test_a_failure_midway_leaves_the_model_as_it_was():
