@@ -176,8 +176,8 @@ FAULTS = (
     Fault(
         name="estimate-one-order-of-addresses",
         path="planner/estimate/footprint.py",
-        old="        for descending in SEGMENT_ADDRESSES[card.segment_addresses]",
-        new="        for descending in SEGMENT_ADDRESSES[card.segment_addresses][:1]",
+        old="    for descending in SEGMENT_ADDRESSES[card.segment_addresses]:",
+        new="    for descending in SEGMENT_ADDRESSES[card.segment_addresses][:1]:",
         tests=(
             "tests/estimate/test_footprint.py"
             "::test_where_it_is_not_known_how_the_driver_places_segments_the_worse_order_counts",

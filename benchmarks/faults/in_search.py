@@ -357,4 +357,22 @@ FAULTS = (
         ),
         why="a plan that steps in backward and fits is not found",
     ),
+    Fault(
+        name="search-keeps-the-fixed-bytes-of-the-presolve",
+        path="planner/search/presolve.py",
+        old="self._fixed_bytes + change, self._ceiling_bytes + change",
+        new="self._fixed_bytes + change, self._ceiling_bytes",
+        tests=("tests/search/test_search.py::test_a_search_with_other_fixed_bytes_is_that_of_the_changed_problem",),
+        why="a relaxation ignores events that exceed the budget, and plans that cannot fit are searched for",
+    ),
+    Fault(
+        name="allocator-keeps-the-first-alternative",
+        path="planner/estimate/footprint.py",
+        old="            return below_bytes\n",
+        new="            return below_bytes\n        return below_bytes\n",
+        tests=(
+            "tests/estimate/test_footprint.py::test_the_smallest_total_of_several_alternatives_is_that_of_the_best_one",
+        ),
+        why="the smallest total ignores the options of the allocator that would lower it",
+    ),
 )

@@ -68,6 +68,7 @@ class Candidate:
         self.optimizer_ns = optimizer_ns(graph, self._op_ns)
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
         self._could_pay: dict[tuple[int, int | None, bool, int | None], bool] = {}
+        self._relaxed: dict[tuple[int | None, bool], milp.Search] = {}
 
     @functools.cached_property
     def peak_bytes(self) -> int:
@@ -149,20 +150,11 @@ class Candidate:
     ) -> bool:
         if self._graph.update_tick is None:
             return True
-        # Subtract the bytes that the other update saves from the bytes that are always alive, and ignore the bytes from
-        # the beginning of the update on.
-        fixed = self.units.problem.fixed_bytes.copy()
-        if state_bytes is not None:
-            fixed -= max(self._graph.bytes_of(Category.OPTIMIZER_STATE) - state_bytes, 0)
-        if not gradients:
-            gradient_storages = [s for s in self._graph.storages if s.category is Category.GRADIENT]
-            gradients_only = dataclasses.replace(self._graph, storages=gradient_storages, saves=[])
-            fixed -= gradients_only.live_bytes(granularity_bytes=self._granularity_bytes)[: len(fixed)]
-        fixed[self._graph.update_tick :] = 0
-        relaxed = milp.Search(dataclasses.replace(self.units.problem, fixed_bytes=fixed))
+        if (state_bytes, gradients) not in self._relaxed:
+            self._relaxed[state_bytes, gradients] = self._relaxed_search(state_bytes, gradients)
         try:
             tolerance_ns = self.step_ns if below_ns is None else below_ns
-            found = relaxed.solve(
+            found = self._relaxed[state_bytes, gradients].solve(
                 budget_bytes,
                 time_limit_seconds=self._solver_seconds(),
                 tolerance_ns=tolerance_ns,
@@ -171,6 +163,18 @@ class Candidate:
             return found is not None
         except milp.SearchTimeout:
             return True
+
+    def _relaxed_search(self, state_bytes: int | None, gradients: bool) -> milp.Search:
+        """Returns the integer program without the bytes that another update saves, and without those of the update."""
+        fixed = self.units.problem.fixed_bytes.copy()
+        if state_bytes is not None:
+            fixed -= max(self._graph.bytes_of(Category.OPTIMIZER_STATE) - state_bytes, 0)
+        if not gradients:
+            gradient_storages = [s for s in self._graph.storages if s.category is Category.GRADIENT]
+            gradients_only = dataclasses.replace(self._graph, storages=gradient_storages, saves=[])
+            fixed -= gradients_only.live_bytes(granularity_bytes=self._granularity_bytes)[: len(fixed)]
+        fixed[self._graph.update_tick :] = 0
+        return self.search.with_fixed_bytes(fixed)
 
     def smallest(self) -> Selection:
         """Returns the selection of units with the smallest peak; among several, a cheap one."""

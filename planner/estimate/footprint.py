@@ -185,8 +185,8 @@ def smallest_capacity_bytes(
     if below_bytes is None:
         outcome = replayed((ids, sizes), card, None, settings, streams)
     else:
-        capacity = below_bytes - within_bytes - card.outside_bytes
-        outcome = replayed((ids, sizes), card, capacity, settings, streams, trials)
+        less_bytes = below_bytes - within_bytes - card.outside_bytes
+        outcome = replayed((ids, sizes), card, less_bytes, settings, streams, trials)
         if outcome.out_of_memory_event is not None:
             return below_bytes
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
@@ -251,8 +251,9 @@ def runs_within(
         return int(graph.live_bytes(granularity_bytes=granularity_bytes(card)).max()) <= capacity
     ids, sizes, _ = allocation_stream(graph)
     settings, trials = settings_on(card, decisions), trials_of_blocks(graph, fastest=fastest)
-    outcome = replayed((ids, sizes), card, capacity, settings, streams_of_blocks(graph), trials)
-    return outcome.out_of_memory_event is None
+    return (
+        replayed((ids, sizes), card, capacity, settings, streams_of_blocks(graph), trials).out_of_memory_event is None
+    )
 
 
 def settings_on(card: DeviceProfile, decisions: Iterable[Decision]) -> AllocatorSettings:

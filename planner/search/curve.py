@@ -12,6 +12,7 @@ used to find the next rows of a linear program.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -64,6 +65,12 @@ class CompiledProblem:
         self._of_shared = _Conditions([(one.unless, one.when) for one in problem.shared])
         self._check()
         self._containing = Containing(problem.shared)
+
+    def with_fixed_bytes(self, fixed_bytes: np.ndarray) -> CompiledProblem:
+        """Returns the same problem with other bytes (int64[E]) that are alive whatever is selected."""
+        other = copy.copy(self)
+        other.fixed_bytes = fixed_bytes
+        return other
 
     def _check(self) -> None:
         """Raises ValueError for input that would give wrong results: negative sizes, unknown events or units."""

@@ -36,6 +36,7 @@ its basis; a start solution can be given; and a run can stop at a target.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -138,6 +139,18 @@ class Search:
     @functools.cached_property
     def _presolve(self) -> Presolve:
         return Presolve(self.problem)
+
+    def with_fixed_bytes(self, fixed_bytes: np.ndarray) -> Search:
+        """Returns the search of the same problem with other bytes (int64[E]) that are alive whatever is selected.
+
+        What does not depend on these bytes is shared, so that this takes much less time than a new `Search`.
+        """
+        other = copy.copy(self)
+        other.problem = dataclasses.replace(self.problem, fixed_bytes=fixed_bytes)
+        other.exact = self.exact.with_fixed_bytes(fixed_bytes)
+        other.effort = Effort()
+        other._presolve = self._presolve.with_fixed_bytes(fixed_bytes)
+        return other
 
     def solve(
         self,

@@ -21,6 +21,7 @@ to 3.4 ms. The part of the presolve that does not depend on the floor is compute
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -80,6 +81,13 @@ class Presolve:
         self._ceiling_bytes = compiled.highest_curve()
         self._extra_bytes = np.zeros(len(self._fixed_bytes), np.int64)
         np.maximum.at(self._extra_bytes, compiled.recompute_at, compiled.recompute_bytes)
+
+    def with_fixed_bytes(self, fixed_bytes: np.ndarray) -> Presolve:
+        """Returns the presolve of the same problem with other bytes (int64[E]) that are alive whatever is selected."""
+        other, change = copy.copy(self), fixed_bytes - np.asarray(self._problem.fixed_bytes, np.int64)
+        other._problem = dataclasses.replace(self._problem, fixed_bytes=fixed_bytes)
+        other._fixed_bytes, other._ceiling_bytes = self._fixed_bytes + change, self._ceiling_bytes + change
+        return other
 
     @property
     def lowest_bytes(self) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
 
 from planner import profiles
 from planner.estimate.allocation_stream import allocation_stream
-from planner.estimate.footprint import measure, smallest_capacity_bytes
+from planner.estimate.footprint import measure, runs_within, smallest_capacity_bytes, smallest_of
 from planner.estimate.largest_tensors import MOST_LISTED, largest_tensors
+from planner.plan_types.decisions import Allocator
 from planner.plan_types.sizes import MIB
 from planner.recording.rehearsal import rehearse_program
 from planner.recording.step_graph import Category, Phase, Storage
@@ -67,6 +69,23 @@ def test_a_step_fits_from_the_smallest_budget_on_and_not_below(program):
     smallest = smallest_capacity_bytes(graph, CARD, within_bytes=1)
     assert measure(graph, CARD, vram_bytes=smallest).fits
     assert not measure(graph, CARD, vram_bytes=smallest - 1).fits
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "unknown"])
+@pytest.mark.parametrize("program", [functools.partial(holes_in_two_segments, freed=0), medium_after_small])
+def test_the_smallest_total_of_several_alternatives_is_that_of_the_best_one(program, order):
+    graph = rehearse_program(program, Target(compute_capability=CARD.compute_capability))
+    card = dataclasses.replace(CARD, segment_addresses=order)
+    alternatives = [(), (Allocator(max_split_size_mb=21),), (Allocator(expandable_segments=True),)]
+    totals = [smallest_capacity_bytes(graph, card, decisions) for decisions in alternatives]
+    for ordered in itertools.permutations(alternatives):
+        assert 0 <= smallest_of(graph, card, ordered) - min(totals) <= MIB
+    below = min(totals) - MIB - 1
+    assert smallest_of(graph, card, alternatives, above_bytes=below) - min(totals) <= MIB
+    for decisions, total in zip(alternatives, totals, strict=True):
+        for vram_bytes in (total, total - MIB - 1, None):
+            fits = measure(graph, card, vram_bytes=vram_bytes, decisions=decisions).fits
+            assert runs_within(graph, card, vram_bytes, decisions) == fits
 
 
 def linear_layers() -> Workload:

@@ -317,6 +317,22 @@ def test_a_reduced_problem_has_the_same_curve_above_the_floor(seed: int) -> None
             assert max(peak_bytes, floor_bytes) == max(selection.peak_bytes, floor_bytes)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_search_with_other_fixed_bytes_is_that_of_the_changed_problem(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    problem = with_shared_conditions(rng, problem) if seed % 2 else problem
+    original = milp.Search(problem)
+    fixed = problem.fixed_bytes + np.array([rng.randint(-3, 3) for _ in problem.fixed_bytes], np.int64)
+    changed = dataclasses.replace(problem, fixed_bytes=fixed)
+    search = original.with_fixed_bytes(fixed)
+    for budget_bytes in budgets(rng, changed):
+        found, expected = search.solve(budget_bytes), milp.solve(changed, budget_bytes)
+        assert (found and found.units) == (expected and expected.units)
+    assert search.smallest_peak().peak_bytes == milp.smallest_peak(changed).peak_bytes
+    assert original.smallest_peak().peak_bytes == milp.smallest_peak(problem).peak_bytes
+
+
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.thorough_after(20)
 def test_a_larger_budget_never_costs_more(seed: int) -> None:
