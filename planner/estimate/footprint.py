@@ -190,9 +190,8 @@ def smallest_capacity_bytes(
         if outcome.out_of_memory_event is not None:
             return below_bytes
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
-    if below_bytes is None and any(
-        each.search for each in trials.values()
-    ):  # each search empties the cache, which changes what follows
+    tries_out = any(each.search for each in trials.values())
+    if tries_out and below_bytes is None:  # each search empties the cache, which changes what follows
         while replayed((ids, sizes), card, high, settings, streams, trials).out_of_memory_event is not None:
             high += max(high // 16, within_bytes)
     if trials and not fastest:
@@ -251,9 +250,8 @@ def runs_within(
         return int(graph.live_bytes(granularity_bytes=granularity_bytes(card)).max()) <= capacity
     ids, sizes, _ = allocation_stream(graph)
     settings, trials = settings_on(card, decisions), trials_of_blocks(graph, fastest=fastest)
-    return (
-        replayed((ids, sizes), card, capacity, settings, streams_of_blocks(graph), trials).out_of_memory_event is None
-    )
+    outcome = replayed((ids, sizes), card, capacity, settings, streams_of_blocks(graph), trials=trials)
+    return outcome.out_of_memory_event is None
 
 
 def settings_on(card: DeviceProfile, decisions: Iterable[Decision]) -> AllocatorSettings:
