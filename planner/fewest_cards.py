@@ -198,8 +198,8 @@ class _Changes:
                 slower = step_ns / max(chosen.peak.step_ns, 1)
                 size = format_size(total_bytes) + (" on each card" if self._count > 1 else "")
                 found.append(
-                    f"{_cards(self._count)} would be enough with one change ({change}): {size}, {slower:.2f} x the "
-                    "step time"
+                    f"{_cards(self._count)} would be enough with one change ({change}): the plan needs {size}, and its "
+                    f"step takes {slower:.2f} times as long as with the chosen plan"
                 )
                 if len(found) == _CHANGES:
                     break

@@ -100,7 +100,7 @@ def test_a_change_that_the_notes_name_makes_half_as_many_cards_enough(monkeypatc
     assert plan.fits and cards_of(plan.decisions) == 4
     (note,) = (note for note in plan.notes if "(--fidelity rounded)" in note)
     found = re.fullmatch(
-        r"2 cards would be enough with one change \(--fidelity rounded\): the plan needs (\S+ MiB) on each card",
+        r"2 cards would be enough with one change \(--fidelity rounded\): the plan needs (\S+ MiB) on each card, .*",
         note,
     )
     assert found

@@ -189,7 +189,7 @@ def test_shards_are_chosen_where_copies_do_not_fit_and_the_notes_compare_the_way
     assert roomy.peak.step_ns <= scarce.peak.step_ns
     assert next(d for d in scarce.decisions if d.kind == "shard").way == "fsdp"
     compared = [note for note in scarce.notes if note.startswith("not chosen: ")]
-    assert [note.rpartition(": ")[2] for note in compared] == ["no plan fits", "no plan fits"]
+    assert [note.rpartition("; ")[2] for note in compared] == ["no plan fits", "no plan fits"]
 
 
 @pytest.mark.slow
