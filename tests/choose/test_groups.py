@@ -85,7 +85,7 @@ def test_the_smallest_plan_has_the_smallest_group():
 
 @pytest.mark.thorough
 def test_a_model_that_cannot_be_split_is_refused_with_the_size_that_failed():
-    with pytest.raises(PlannerError, match=r"^micro-batches of \d+.*unflatten"):
+    with pytest.raises(PlannerError, match=r"^the model fails with micro-batches of \d+.*unflatten"):
         within(Fixed(), 0.9, only=["accumulation"], force=["accumulation"])
     free = within(Fixed(), 0.9, only=["accumulation"])
     assert micro_batches_of(free.decisions) == 1
