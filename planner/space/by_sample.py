@@ -64,7 +64,7 @@ class BySampleCheck:
             return None
         return (
             f"the planner assumes that every tensor of the batch with {self._workload.batch_size} rows has a row for "
-            f"each sample, and the model then fails with another number of samples ({error}{self._exception()}): name "
+            f"each sample, and the model then fails with another number of samples ({error}){self._exception()}: name "
             "the tensors that have a row for each sample with --by-sample (by_sample=[...] in Python)"
         )
 
@@ -85,7 +85,7 @@ class BySampleCheck:
             without = dataclasses.replace(workload, not_by_sample=(*workload.not_by_sample, path))
             if _error(self._start(without, 2 * workload.batch_size)) is None:
                 runs.append(path)
-        return f", but can if '{runs[0]}' is the same for all samples" if len(runs) == 1 else ""
+        return f"; it runs if '{runs[0]}' is the same for all samples" if len(runs) == 1 else ""
 
 
 def _error(child: Child) -> str | None:

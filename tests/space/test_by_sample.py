@@ -88,7 +88,7 @@ def with_weight() -> dict[str, torch.Tensor]:
 )
 @pytest.mark.thorough
 def test_a_tensor_that_has_the_size_of_the_batch_by_chance_is_asked_for(model, batch, name):
-    with pytest.raises(DecisionError, match=f"but can if '{name}' is the same for all samples .*by_sample="):
+    with pytest.raises(DecisionError, match=f"it runs if '{name}' is the same for all samples: .*by_sample="):
         planner.plan(model(), batch(), loss_fn=squares, **FORCED)
     free = planner.plan(model(), batch(), loss_fn=squares, vram="16KiB", gpu="bare", optimizer="sgd")
     assert micro_batches_of(free.decisions) == 1
