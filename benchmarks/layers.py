@@ -126,7 +126,7 @@ def answer(words: Sequence[str]) -> dict[str, Any]:
         ops[0] = ops[0] or len(graph.ops)
         return measured(self, graph, *args)
 
-    PlanningSession._measured = counted  # type: ignore[method-assign]
+    PlanningSession._measured = counted  # type: ignore[method-assign]  # counts the ops
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         status = planner.cli.main([*words, "--json"])

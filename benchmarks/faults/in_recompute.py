@@ -406,4 +406,20 @@ FAULTS = (
         tests=("tests/recompute/test_left_out.py::test_the_technique_that_fails_is_left_out_and_not_another_one",),
         why="checkpoint is left out although segment-checkpoint fails, and plans that fit are not found",
     ),
+    Fault(
+        name="recompute-leaves-out-a-forced-technique",
+        path="planner/choose/searches.py",
+        old=" or constraints.force(kind))",
+        new=")",
+        tests=("tests/recompute/test_left_out.py::test_a_technique_that_works_may_be_forced_next_to_one_that_fails",),
+        why="a plan lacks the technique that the user forces, and no error says so",
+    ),
+    Fault(
+        name="recompute-blames-the-model",
+        path="planner/recording/hook_errors.py",
+        old="if the step runs without the planner, forbid segment-checkpoint",
+        new="check that it runs without the planner",
+        tests=("tests/recompute/test_left_out.py::test_a_technique_that_works_may_be_forced_next_to_one_that_fails",),
+        why="the error of a technique points at the user's model, which runs",
+    ),
 )

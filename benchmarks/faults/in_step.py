@@ -305,4 +305,15 @@ FAULTS = (
         ),
         why="the scheduler changes the learning rate of an optimizer that no longer trains",
     ),
+    Fault(
+        name="rewritten-steps-are-copied",
+        path="rewrite/rewriting.py",
+        old="    def __reduce_ex__(self, protocol: Any) -> Any:\n",
+        new="    def _reduce(self, protocol: Any) -> Any:\n",
+        tests=(
+            "tests/rewrite/test_application.py"
+            "::test_a_rewritten_model_and_its_step_refuse_to_be_copied_and_the_module_does_not",
+        ),
+        why="the first step of a copy undoes the changes to the original model, which then exceeds its promised memory",
+    ),
 )

@@ -201,8 +201,8 @@ def _config_of(transformers: Any, settings: dict[str, Any], file: pathlib.Path) 
         raise WorkloadError(f"'{file}' cannot be used: its architectures are not a list of names; correct the file")
     try:
         return transformers.AutoConfig.for_model(**settings)
-    except OSError as error:  # for example, the import of a module found no folder for temporary files
-        raise WorkloadError(f"transformers cannot be used: {first_line(error)}") from error
+    except OSError as error:  # no setting is wrong: for example, there is no folder for temporary files
+        raise WorkloadError(f"'{file}' cannot be used: {first_line(error)}") from error
     except Exception as error:  # configs are data from elsewhere, and their classes raise errors of many types
         raise WorkloadError(f"'{file}' cannot be used: {first_line(error)}; correct this setting") from error
 
