@@ -127,7 +127,12 @@ def memory_of_own(module: torch.nn.Module, path: str) -> list[tuple[str, int | N
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """Returns a number that identifies the memory of a tensor; None for a tensor without memory of its own."""
+    """Returns a number that identifies the memory of a tensor; None for a tensor without memory of its own.
+
+    The wrappers that a transform of torch.func makes have the memory of the tensor that they wrap.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     is_wrapper = is_traceable_wrapper_subclass(tensor) or torch.nn.parameter.is_lazy(tensor)
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not is_wrapper else None
 
