@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 
 from planner.choose.choice import Choice
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
 from planner.estimate.footprint import granularity_bytes, with_whole_batch
-from planner.plan_types.decision_base import Decision, Role, has_role
+from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.recompute.programs import Program, Programs
 from planner.recompute.repeated_gathers import RepeatedGathers, gathered_once, repeated_gathers
 from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import Category, Phase, StepGraph
@@ -45,6 +47,7 @@ class Candidate:
         card: DeviceProfile,
         *,
         recompute: tuple[type[Decision], ...],
+        programs: Programs,
         sharding: tuple[Decision, ...] = (),
         watch: Watch | None = None,
     ) -> None:
@@ -52,9 +55,10 @@ class Candidate:
         Args:
             graph: a what-if recording of the step. If several cards train, all units of FSDP2 are gathered again.
             recompute: kinds of decisions that may free saved tensors.
+            programs: builds the integer program. Only candidates with the same `card` and `recompute` may share it.
             sharding: how several cards train together; empty for one card.
         """
-        self.config, self.split, self._kinds = config, split, recompute
+        self.config, self.split, self._kinds, self._programs = config, split, recompute, programs
         self._watch = watch or Watch()
         self._graph, self._granularity_bytes = graph, granularity_bytes(card)
         self._host_copies = roofline.HostCopies(card=card, repeats=roofline.repetitions(graph, split.micro_batches))
@@ -69,6 +73,10 @@ class Candidate:
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
         self._could_pay: dict[tuple[int, int | None, bool, int | None], bool] = {}
         self._relaxed: dict[tuple[int | None, bool], milp.Search] = {}
+        self._smallest: Selection | None = None
+        """The selection with the smallest peak; None if it is not known."""
+        self._above_bytes = 0.0
+        """It is proven that all peaks are above this number of bytes."""
 
     @functools.cached_property
     def peak_bytes(self) -> int:
@@ -76,11 +84,21 @@ class Candidate:
         return int(self._gathered_once.live_bytes(granularity_bytes=self._granularity_bytes).max())
 
     @functools.cached_property
-    def units(self) -> Units:
-        """The modules and segments that can be recomputed or offloaded."""
-        return units_of(
+    def _program(self) -> Program:
+        if self._gathers:
+            return Program(self._units_of(self._graph, self._op_ns))
+        return self._programs.of(
             self._graph,
             self._op_ns,
+            self._units_of,
+            granularity_bytes=self._granularity_bytes,
+            key=(without_roles(self.config, Role.OPTIMIZER), self.split),
+        )
+
+    def _units_of(self, graph: StepGraph, op_ns: list[int]) -> Units:
+        return units_of(
+            graph,
+            op_ns,
             granularity_bytes=self._granularity_bytes,
             launch_ns=self._host_copies.card.launch_ns,
             kinds=self._kinds,
@@ -94,6 +112,16 @@ class Candidate:
         return [(unit, max(self._gather_ns, 0) * unit.sent_bytes // sent_bytes) for unit in self._gathers]
 
     @property
+    def units(self) -> Units:
+        """The modules and segments that can be recomputed or offloaded."""
+        return self._program.units
+
+    @property
+    def search(self) -> milp.Search:
+        """The integer program that selects the units to recompute or offload."""
+        return self._program.search
+
+    @property
     def can_recompute(self) -> bool:
         """True if a unit can be recomputed or offloaded."""
         return any(not unit.is_gathered for unit in self.units.units)
@@ -101,11 +129,6 @@ class Candidate:
     def can_free(self) -> bool:
         """True if units may be selected, which free memory and take time."""
         return bool(self._kinds or self._gathers)
-
-    @functools.cached_property
-    def search(self) -> milp.Search:
-        """The integer program that selects the units to recompute or offload."""
-        return milp.Search(self.units.problem)
 
     @property
     def lower_bound_bytes(self) -> int:
@@ -176,11 +199,24 @@ class Candidate:
         fixed[self._graph.update_tick :] = 0
         return self.search.with_fixed_bytes(fixed)
 
-    def smallest(self) -> Selection:
-        """Returns the selection of units with the smallest peak; among several, a cheap one."""
-        return self.search.smallest_peak(
-            time_limit_seconds=self._solver_seconds(), tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE
-        )
+    def smallest(self, *, most_bytes: float = math.inf) -> Selection | None:
+        """Returns the selection of units with the smallest peak; among several, a cheap one.
+
+        Args:
+            most_bytes: largest peak that counts; infinite for no limit.
+
+        Returns:
+            None if it is proven that every selection has a peak above `most_bytes`.
+        """
+        if self._smallest is None and most_bytes > self._above_bytes:
+            seconds = self._solver_seconds()
+            if math.isfinite(most_bytes) and not self.search.may_fit(int(most_bytes), time_limit_seconds=seconds):
+                self._above_bytes = most_bytes
+                return None
+            self._smallest = self.search.smallest_peak(
+                time_limit_seconds=self._solver_seconds(), tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE
+            )
+        return self._smallest if self._smallest is not None and self._smallest.peak_bytes <= most_bytes else None
 
     def _solver_seconds(self) -> float:
         """Returns the time limit of an integer program in seconds. Raises `TimeIsUp` if no time is left."""
@@ -251,6 +287,7 @@ class Candidates:
         self._watch, self._sharding = watch or Watch(), sharding
         self._recordings, self._card, self._batch_bytes, self._recompute = recordings, card, batch_bytes, recompute
         self._candidates: dict[tuple[tuple[Decision, ...], MicroBatching], Candidate] = {}
+        self._programs = Programs()
         self._has_dropped = recordings.is_dropped
         self._by_recompute = {recompute: self}
 
@@ -292,6 +329,7 @@ class Candidates:
                 graph,
                 self._card,
                 recompute=self._recompute,
+                programs=self._programs,
                 sharding=self._sharding,
                 watch=self._watch,
             )
@@ -311,6 +349,7 @@ class Candidates:
         """Drop all candidates if lengthened recordings have been dropped since the last call."""
         if self._recordings.is_dropped and not self._has_dropped:
             self._candidates.clear()
+            self._programs.clear()
             self._has_dropped = True
 
 

@@ -222,7 +222,8 @@ class Chooser:
                 split = max(rest, key=lambda split: split.micro_batches)
                 tried.add(split)
                 if (candidate := self._candidate(config, split)) and candidate.lower_bound_bytes < smallest_bytes():
-                    found.append(self._complete(self._smallest_of(candidate), config))
+                    choice = self._smallest_of(candidate, smallest_bytes())
+                    found += [] if choice is None else [self._complete(choice, config)]
         if not found:
             impossible = DecisionError(
                 f"no plan is possible: {self.configurations.clash()}; force only one of the two techniques"
@@ -378,9 +379,12 @@ class Chooser:
             self.undecided += 1
             return None
 
-    def _smallest_of(self, candidate: Candidate) -> Choice:
-        selection = self._timed(candidate.smallest) if candidate.can_free() else candidate.without_units()
-        return candidate.choice(selection)
+    def _smallest_of(self, candidate: Candidate, most_bytes: float) -> Choice | None:
+        """Returns the choice with the smallest peak of a candidate; None if its peak is above `most_bytes`."""
+        if not candidate.can_free():
+            return candidate.choice(candidate.without_units())
+        selection = self._timed(lambda: candidate.smallest(most_bytes=most_bytes))
+        return None if selection is None else candidate.choice(selection)
 
     def _timed(self, function: Callable[[], T]) -> T:
         began = time.perf_counter()

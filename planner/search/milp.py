@@ -172,6 +172,12 @@ class Search:
             )
         )
 
+    def may_fit(self, budget_bytes: int, *, time_limit_seconds: float = 10.0) -> bool:
+        """Returns False if it is proven that every selection has a peak above `budget_bytes`."""
+        self.effort = Effort()
+        found, proven = self._any_below(budget_bytes + 1, time.monotonic() + time_limit_seconds)
+        return found is not None or not proven
+
     def smallest_peak(
         self, *, time_limit_seconds: float = 10.0, tolerance_bytes: int = 0, tolerance_ns: int = 0
     ) -> Selection:
@@ -250,6 +256,8 @@ class Search:
 
         The second value is True if it is proven that there is none.
         """
+        if self.exact.peak(()) < peak_bytes:
+            return (), True
         if self._presolve.lowest_bytes >= peak_bytes:
             return None, True
         reduced = self._presolve.above(peak_bytes - 1)

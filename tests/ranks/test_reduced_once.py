@@ -18,6 +18,7 @@ from planner.plan_types.decision_base import micro_batches_of
 from planner.plan_types.decisions import Accumulation, Shard
 from planner.plan_types.techniques import decision_from_json
 from planner.profiles.links import with_links
+from planner.recompute.programs import Programs
 from planner.rewrite import rehearse
 from planner.space.micro_batches import MicroBatching
 from planner.space.sharding import Cards, repeated_blocks, shardings
@@ -86,7 +87,7 @@ def test_the_promise_of_a_split_is_what_its_certificate_gives(way):
     for split in (SPLIT, MicroBatching(micro_batches=2, size=2)):
         graph = recordings.of((), split)
         assert len(graph.micro_batch_sizes) == min(split.micro_batches, 3)
-        candidate = Candidate((), split, graph, CARD, recompute=(), sharding=(sharding,))
+        candidate = Candidate((), split, graph, CARD, recompute=(), programs=Programs(), sharding=(sharding,))
         units = candidate.units.units  # all of them are gathered again
         decisions = candidate.decisions(tuple(range(len(units))))
         certified = pipeline.record_step(work, CARD, decisions)

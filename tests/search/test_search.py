@@ -154,6 +154,8 @@ def assert_same_as_brute(problem: CheckpointProblem, rng: random.Random) -> None
     least, found = brute.smallest_peak(problem), milp.smallest_peak(problem)
     assert (found.peak_bytes, found.cost_ns) == (least.peak_bytes, least.cost_ns)
     assert (found.status, found.gap) == ("optimal", 0.0)
+    assert milp.Search(problem).may_fit(least.peak_bytes)
+    assert not milp.Search(problem).may_fit(least.peak_bytes - 1)
 
 
 @pytest.mark.parametrize("block", range(16))
