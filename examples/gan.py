@@ -1,8 +1,8 @@
 """A small image GAN whose training step is a function of its own: two updates, two optimizers, one call.
 
-    plan examples/gan.py:build --vram 2GiB --gpu rtx-2060
+    plan examples/gan.py:build --vram 1GiB --gpu rtx-2060
 
-The function gets the modules, the optimizers and the batch. `planner.plan(**build(), vram="2GiB")` does the same.
+The function gets the modules, the optimizers and the batch. `planner.plan(**build(), vram="1GiB")` does the same.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ def assemble_tradeoff(
 def early_note(session: PlanningSession, constraints: Constraints) -> str:
     """Return a note on a plan with which planning ended early: the cause, and what was not tried."""
     names = [
-        ", ".join(decision.describe() for decision in config) or "recompute alone"
+        ", ".join(decision.describe() for decision in config)
+        or "activation checkpointing or offloading without other techniques"
         for config in session.searches.untried(constraints)
     ]
     if not names:
@@ -308,15 +309,20 @@ def _later_calls_notes(session: PlanningSession, certified: Certified) -> tuple[
             "collections.deque(maxlen=8)), or move them to the host",
         )
     if not schedule.repeats:
-        why = f", because each call changes {graph.changed_state}" if graph.changed_state else ""
+        last = f" (the last call changed {graph.changed_state})" if graph.changed_state else ""
         return (
-            f"the first {schedule.watched} calls of your step did not repeat each other{why}, and the plan covers only "
-            "these calls: if a later call does more, plan a step function that always does it",
+            f"the allocations of the first {schedule.watched} calls of your step show no repeating pattern{last}, and "
+            "the plan covers only these calls: if a later call needs more memory, plan a step function that always "
+            "does this work",
         )
-    changed = graph.changed_state or "nothing that the planner sees"
+    why = (
+        f"each step changes {graph.changed_state}"
+        if graph.changed_state
+        else "the planner cannot prove that later calls of your step repeat the first ones"
+    )
     return (
-        f"each step changes {changed}, and the plan covers {schedule.watched} calls: if a later call does more, such "
-        f"as a penalty in each {2 * schedule.watched}nd step, plan a step function that always does it",
+        f"{why}, and the plan covers {schedule.watched} calls: if a later call does more, such as a penalty in every "
+        f"{2 * schedule.watched}nd step, plan a step function that always does it",
     )
 
 

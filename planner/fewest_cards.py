@@ -137,7 +137,8 @@ def plan_fewest_cards(
             chosen = plan_sharded(workload, card, dataclasses.replace(cards, count=counts[-1]), **options)
         more = 2 * counts[-1]
         why = (
-            f"a batch of {counted(samples, 'sample')} cannot be divided evenly among them; give a multiple of {more}"
+            f"a batch of {counted(samples, 'sample')} cannot be divided evenly among them; choose a batch size "
+            f"that is a multiple of {more}"
             if samples % more
             else f"plan for them with --cards {more} (cards={more} in Python)"
         )
@@ -199,7 +200,7 @@ class _Changes:
                 size = format_size(total_bytes) + (" on each card" if self._count > 1 else "")
                 found.append(
                     f"{_cards(self._count)} would be enough with one change ({change}): the plan needs {size}, and its "
-                    f"step takes {slower:.2f} times as long as with the chosen plan"
+                    f"step takes {slower:.2f} times as long as that of the chosen plan"
                 )
                 if len(found) == _CHANGES:
                     break

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -159,9 +160,8 @@ class _Needs:
             self._search(samples)
         elif samples not in self._searched and samples not in self._at_most:
             try:
-                self._at_most[samples] = total_bytes_with(
-                    self._build(samples), self._card, self._decisions, watch=self._watch
-                )
+                build = self._build(samples)
+                self._at_most[samples] = total_bytes_with(build, self._card, self._decisions, watch=self._watch)
             except StepError:
                 self._search(samples)  # this size may need other decisions, or be refused with any
         return self._searched[samples] if samples in self._searched else self._at_most[samples]
@@ -173,16 +173,17 @@ class _Needs:
         """
         if samples not in self._plans:
             promised = self.total_bytes(samples)
-            self._plans[samples] = plan_that_fits(self._build(samples), self._card, **self._question)
+            with _naming(samples):
+                self._plans[samples] = plan_that_fits(self._build(samples), self._card, **self._question)
             if self._plans[samples] is not None and promised > self.usable_bytes:
                 self._search(samples)
         return self._plans[samples]
 
     def _search(self, samples: int) -> None:
         """Search for the smallest configuration. Forget upper bounds above the budget: its decisions may need less."""
-        self._searched[samples], self._decisions = smallest_configuration(
-            self._build(samples), self._card, **self._question
-        )
+        with _naming(samples):
+            found = smallest_configuration(self._build(samples), self._card, **self._question)
+        self._searched[samples], self._decisions = found
         self._at_most = {size: total for size, total in self._at_most.items() if total <= self.usable_bytes}
 
     def largest_known(self) -> int | None:
@@ -199,6 +200,18 @@ class _Needs:
             self.total_bytes(2)
             return 2
         return 1
+
+
+@contextlib.contextmanager
+def _naming(samples: int) -> Iterator[None]:
+    """Adds the batch size to the message of a `WorkloadError`."""
+    try:
+        yield
+    except WorkloadError as error:
+        raise WorkloadError(
+            f"the largest batch cannot be found, because the step fails with {counted(samples, 'sample')}: {error}; "
+            "if the model takes only some batch sizes, plan for each of them with --batch-size"
+        ) from error
 
 
 def largest_within(

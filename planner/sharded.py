@@ -339,9 +339,9 @@ def _stated_values_notes(workload: Workload) -> tuple[str, ...]:
         return ()
     lines = ", ".join(workload.answers.values)
     return (
-        f"each card reads values of its own at {lines}: if a value decides which modules run, all cards must run the "
-        "same ones in each step, or they wait for each other without end: let all cards use one value "
-        "(torch.distributed.all_reduce)",
+        f"each card reads its own values at {lines}. If such a value decides which modules run, use the same value on "
+        "all cards (torch.distributed.all_reduce): cards that run different modules wait for each other until NCCL "
+        "ends them",
     )
 
 
@@ -351,8 +351,8 @@ def _muon_notes(workload: Workload, *, is_divided: bool) -> tuple[str, ...]:
     if not is_divided or not any(type(optimizer).__name__ == "Muon" for optimizer in optimizers):
         return ()
     return (
-        "Muon computes its update in bf16, and multiplies rounding errors by up to some hundreds where a gradient has "
-        "a low rank: with FSDP2, which rounds in another order, trained weights differ from those of one card",
+        "Muon computes its update in bf16, and amplifies rounding errors, by a factor of up to several hundred if a "
+        "gradient has a low rank. FSDP2 rounds in another order, so trained weights differ from those of one card",
     )
 
 
@@ -368,4 +368,6 @@ def comparison(plan: Plan | None, chosen: Plan) -> str:
         return "no plan fits"
     needs = format_size(plan.peak.total_bytes)
     times = plan.peak.step_ns / max(chosen.peak.step_ns, 1)
-    return f"the plan needs {needs} on each card, and its step takes {times:.2f} times as long as with the chosen plan"
+    return (
+        f"the plan needs {needs} on each card, and its step takes {times:.2f} times as long as that of the chosen plan"
+    )

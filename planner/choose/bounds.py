@@ -53,7 +53,7 @@ class Bounds:
         return self.saved_by_update_ns(decisions, optimizer_ns) + has_role(decisions, Role.LOSS) * self.loss_ns
 
     def saved_by_update_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
-        """Returns an upper bound in ns on the time that the update of `decisions` saves against one of `optimizer_ns`.
+        """Returns an upper bound in ns on what the update of `decisions` saves of the time `optimizer_ns`.
 
         The result is 0 if `decisions` leave the optimizer unchanged.
         """

@@ -86,7 +86,7 @@ class Certificates:
         self._begun.clear()
 
     def _child(self, decisions: tuple[Decision, ...]) -> Running:
-        """Returns the rehearsal of decisions. If `begin` was not called for them, the rehearsals that it began end."""
+        """Returns the rehearsal of decisions. If it was not begun, those that were begun for other decisions end."""
         if decisions in self._begun:
             return self._begun.pop(decisions)
         foreseen = self._foreseen(decisions)

@@ -38,7 +38,7 @@ class Choice:
 
 
 def simplest_in_tie(found: Sequence[Choice]) -> Choice:
-    """Returns the choice with the best rank among those that are at most `TIE` times as slow as the fastest one.
+    """Returns the choice with the best rank among those that take at most `TIE` times as long as the fastest one.
 
     If it is not the fastest one, its `passed_over` is the fastest one.
     """

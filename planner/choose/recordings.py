@@ -142,7 +142,7 @@ class Recordings:
             return self._joined(_accumulated(config, sizes))
         except WorkloadError as error:
             refused = WorkloadError(
-                f"the model fails with micro-batches of {' and '.join(map(str, sizes))} samples: {error}"
+                f"the model fails with micro-batches of {' and '.join(map(str, (size, *others)))} samples: {error}"
             )
             if not others and any(decisions == config and len(sizes) == 1 for decisions, sizes in self._together):
                 self._refused[size] = refused

@@ -68,7 +68,8 @@ class Searches:
     def dropped(self, constraints: Constraints) -> tuple[str, ...]:
         """Returns notes on what these constraints allow but what could not be rehearsed."""
         errors = {config: error for chooser in self._under(constraints) for config, error in chooser.dropped.items()}
-        notes = [f"left out ({kind.kind}): {error}" for kind, error in self._failed.items()]
+        failed = ((kind, error) for kind, error in self._failed.items() if constraints.allow(kind))
+        notes = [f"left out ({kind.kind}): {error}" for kind, error in failed]
         # One note for all micro-batch sizes of a configuration: a model that needs groups of samples fails with many.
         by_config: dict[Config, list[tuple[Config, StepError]]] = {}
         for decisions, error in errors.items():

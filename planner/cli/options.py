@@ -208,7 +208,7 @@ def _add_budget(group: argparse._ArgumentGroup) -> None:
         "--margin",
         metavar="SIZE",
         help="memory of the card that the plan leaves free, such as 500MiB or 5%% (default: 3%% of the card; 0 for the "
-        "generic card, and if --vram is no more than the rest of the card)",
+        "generic card, and if --vram already leaves that much of the card free)",
     )
     group.add_argument(
         "--gpu",

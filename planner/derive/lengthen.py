@@ -367,7 +367,7 @@ class _Lengthening:
         return None if index is None else self._new_index(owned, index, owner, layer, is_shared=is_shared)
 
     def _new_index(self, owned: Owned, index: int, owner: int | None, layer: int | None, *, is_shared: bool) -> int:
-        """Returns the index in the longer recording to which an item of layer `layer`, a copy of `owner`, refers.
+        """Returns the index in the longer recording of what an item of `layer`, a copy of `owner`, refers to there.
 
         Args:
             is_shared: True if the item belongs to no layer and may refer only to layers at the ends of the run.

@@ -1,9 +1,10 @@
-"""Computes for which selections of units a storage is held, while the reasons to hold it begin and end.
+"""Computes the condition under which a storage is held, tick by tick.
 
-The condition is an "or" of reasons. A reason is "none of these units is selected" or "this unit is selected". A storage
-that all layers use, such as a mask, has reasons in every layer, and its condition changes in every layer. To write down
-all its reasons after each change would take time and memory that grow with the square of the number of layers. So only
-what changes is computed:
+The condition is true for some selections of units. It is an "or" of reasons, which begin and end during
+the step. A reason is "none of these units is selected" or "this unit is selected". A storage that all layers use, such
+as a mask, has reasons in every layer, and its condition changes in every layer. To write down all its reasons after
+each change would take time and memory that grow with the square of the number of layers. So only what changes is
+computed:
 
 - Reasons that say nothing new are left out by the rules of `planner.search.presolve` as soon as they begin. Most of the
   time what is left is short, or does not change from one layer to the next.

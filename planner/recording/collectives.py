@@ -31,8 +31,8 @@ _BUFFERS: dict[str, tuple[tuple[int | str, Category], ...]] = {
 """For each op: the arguments (position or name) whose storages have a category. An earlier category stays."""
 _FIND_OUTPUT = (
     "FSDP2 gathers the parameters of a block for backward when the gradient of the block's output arrives. It finds "
-    "outputs only in tensors, lists, tuples, dicts and dataclasses, and not if a view among them is changed in place: "
-    "return one of these from each block and use ops that are not in place, or choose --sharding ddp"
+    "the output only if the block returns tensors, lists, tuples, dicts or dataclasses, and changes no view among them "
+    "in place: write the block so, or choose --sharding ddp"
 )
 """Advice if FSDP2 does not notice that the backward of a block begins."""
 

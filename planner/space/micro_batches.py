@@ -61,7 +61,7 @@ def batch_splits(
     Raises:
         DecisionError: accumulation is forced, and the batch is a single sample, or it is not known how to split it.
     """
-    why_not, way_out = None, ""
+    why_not, way_out, changed = None, "", _changed_gradient(workload.model)
     of_values = f"the memory of a micro-batch may depend on the values of its samples ({values_needed})"
     if batch_statistics:
         why_not = f"'{batch_statistics[0]}' normalizes over the micro-batch, so that results differ from the full batch"
@@ -74,7 +74,7 @@ def batch_splits(
         way_out = "; if your results do not depend on this state, force accumulation"
     elif values_needed:
         why_not = of_values
-    elif changed := _changed_gradient(workload.model):
+    elif changed:
         why_not = f"{changed}, so the gradients of micro-batches may not add up to that of the full batch"
     elif _balances_experts(workload):
         why_not = (
@@ -83,8 +83,8 @@ def batch_splits(
         )
     elif workload.loss_fn is None and _has_mapping_for_each_sample(workload.batch):
         why_not = (
-            "the batch holds one dict for each sample, and the loss that the model computes from them itself is not a "
-            "mean over samples"
+            "the batch holds one dict for each sample, and the model computes its own loss from these dicts, which may "
+            "not be a mean over samples"
         )
     single, several = MicroBatching(micro_batches=1, size=workload.batch_size), tuple(splits_of(workload.batch_size))
     if constraints.force(Accumulation):
@@ -93,8 +93,9 @@ def batch_splits(
         if why_not and workload.batch_size < 2:
             raise DecisionError(f"accumulation is forced, but {why_not}: do not force accumulation")
         if why_not:
-            result = "it may take more memory" if why_not == of_values else "results differ from the full batch"
-            notes.append(f"accumulation is forced although {why_not}{'' if batch_statistics else f': {result}'}")
+            result = ": it may take more memory" if why_not == of_values else ": results may differ from the full batch"
+            is_said = batch_statistics or changed
+            notes.append(f"accumulation is forced although {why_not}{'' if is_said else result}")
         return several
     if why_not:
         if constraints.allow(Accumulation):

@@ -212,12 +212,14 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
         policy = ShardedPrecision(reduce_dtype="bf16" if library else "fp32", without_autocast=bool(library))
         return _alternatives(constraints, ShardedPrecision, None if why_not else (policy,), why_not)
     if constraints.force(ShardedPrecision):
-        why = "the card has no bf16, or mixed-precision is forced" if is_sharded else "parameters are not sharded"
-        raise DecisionError(f"sharded-precision is forced, but {why}: do not force it")
-    if is_sharded and norm is not None and not why_not:
+        if is_sharded and constraints.force(Precision):
+            raise DecisionError("sharded-precision and mixed-precision are both forced: force only one of them")
+        why = f"{card.title} has no bf16" if is_sharded else "parameters are not sharded"
+        raise DecisionError(f"sharded-precision is forced, but {why}: do not force sharded-precision")
+    if is_sharded and norm is not None and not why_not and "bf16" in card.native_dtypes:
         notes.append(
-            f"FSDP2 gathers all parameters in fp32, not in bf16: '{norm}' needs one dtype for its parameters and its "
-            "running statistics"
+            f"FSDP2 gathers all parameters in fp32, not in bf16, because the parameters of '{norm}' need the dtype of "
+            "its running statistics"
         )
     if library and not why_not:
         why_not = f"{library} uses no autocast with FSDP2, and its fp16 there cannot be planned"

@@ -67,8 +67,9 @@ class Cards:
             copies_and_shards = len(self.mesh) == 2 and all(size > 1 for size in self.mesh)
             if not copies_and_shards or self.mesh[0] * self.mesh[1] != self.count:
                 raise WorkloadError(
-                    f"a mesh of {' x '.join(map(str, self.mesh))} is not one of {self.count} cards with at least two "
-                    f"copies of the model and two cards for each copy: {_mesh_advice(self.count)}"
+                    f"a mesh of {' x '.join(map(str, self.mesh))} cannot be used with {self.count} cards: it needs at "
+                    "least two copies of the model and two cards for each copy, and all cards; "
+                    f"{_mesh_advice(self.count)}"
                 )
             if self.way in ("ddp", "zero1"):
                 raise WorkloadError(

@@ -315,7 +315,7 @@ def _resized(result: Workload, request: _Request) -> Workload:
         raise WorkloadError(
             f"'{result.reference}' returns a batch of {counted(result.batch_size, 'sample')}, which cannot be changed "
             f"to {request.batch_size}: {other}, and the planner cannot tell whether it is the same for all samples; "
-            "give the function an argument batch_size, or, if it is the same, name the other tensors with --by-sample"
+            "give the function an argument batch_size, or name the tensors with a row for each sample with --by-sample"
         )
     batch = resized(
         result.batch,

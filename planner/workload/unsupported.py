@@ -183,6 +183,11 @@ def refuse_unsupported(
         *((f"tensor '{name}' of the batch" if name else "the batch", tensor) for name, tensor in batch_tensors),
     )
     for name, tensor in of_both:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise WorkloadError(
+                f"{name} has no shape yet, because its lazy module has not run: call the model once with a batch (on "
+                "the meta device, this takes no memory), and plan then"
+            )
         _refuse_kind(name, tensor)
     sizes = [tensor.numel() for _, tensor in batch_tensors if tensor.dim() and not tensor.is_nested]
     if sizes and not any(sizes):

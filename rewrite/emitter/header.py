@@ -39,13 +39,13 @@ def _title(plan: Plan) -> str:
     title += plan.card if cards == 1 else f"{counted(cards, 'card')} {plan.card}"
     if plan.vram_bytes is None:
         return f"{title}."
-    verdict = "within" if plan.fits else "that does NOT fit"
-    return f"{title}, {verdict} {plan.vram_bytes / MIB:,.0f} MiB{'' if cards == 1 else ' on each'}."
+    budget = f"{plan.vram_bytes / MIB:,.0f} MiB{'' if cards == 1 else ' on each'}"
+    return f"{title}, within {budget}." if plan.fits else f"{title}. The plan does NOT fit in {budget}."
 
 
 def _made_with(plan: Plan) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
-    return f"Planned with {versions} by this command:"
+    return f"Planned with {versions} by a command like this one:"
 
 
 def _command(plan: Plan, file_name: str) -> str:
@@ -65,6 +65,8 @@ def _command(plan: Plan, file_name: str) -> str:
             *([f"forbid={plan.forbidden!r}"] if plan.forbidden else []),
             *([f"max_slowdown={plan.max_slowdown!r}"] if plan.max_slowdown is not None else []),
             *(["gradients_alive=True"] if plan.workload.gradients_alive else []),
+            *([f"alloc_conf={plan.alloc_conf!r}"] if plan.alloc_conf else []),
+            *(["cudnn_benchmark=True"] if plan.cudnn_benchmark else []),
         )
         return _filled(["planner.plan(model", "batch", *call], ", ", ",") + ")"
     options = [
@@ -81,7 +83,9 @@ def _command(plan: Plan, file_name: str) -> str:
         *(("--force", kind) for kind in plan.forced),
         *(("--forbid", kind) for kind in plan.forbidden),
         *([("--max-slowdown", f"{plan.max_slowdown!r}")] if plan.max_slowdown is not None else []),
-        *([("--gradients-alive",)] if plan.workload.gradients_alive else []),
+        *([("--accumulating-loop",)] if plan.workload.gradients_alive else []),
+        *([("--alloc-conf", plan.alloc_conf)] if plan.alloc_conf else []),
+        *([("--cudnn-benchmark",)] if plan.cudnn_benchmark else []),
         ("--emit", file_name),
     ]
     script = [("--", *plan.model.arguments)] if plan.model.arguments else []
@@ -108,7 +112,7 @@ def _cards_on_command_line(plan: Plan) -> list[tuple[str, ...]]:
 
 def _cards_in_python(plan: Plan) -> list[str]:
     """Return the arguments of `planner.plan` about several cards; empty for one card."""
-    shard = _sharding(plan)
+    shard, per_node = _sharding(plan), plan.cards_per_node
     if not shard:
         return []
     names = shard.get("dimensions", ())
@@ -117,7 +121,9 @@ def _cards_in_python(plan: Plan) -> list[str]:
         f"cards={cards_of(plan.decisions)}",
         "parallelize=parallelize" if shard["way"] == "own" else f"sharding={shard['way']!r}",
         *([f"mesh={mesh!r}"] if names or len(shard["mesh"]) > 1 else []),
+        *(["offload_shards=True"] if shard.get("offload") else []),
         *([f"link={plan.link!r}"] if plan.link is not None else []),
+        *([f"cards_per_node={per_node}"] if per_node not in (None, CARDS_PER_NODE) else []),
     ]
 
 

@@ -24,7 +24,7 @@ def optimizer_source(plan: Plan, fragments: list[EmittedCode]) -> str:
             + _returned(f"{torch_optimizer(name)}({', '.join(['parameters', *options])})", fragments)
         )
     if name not in OPTIMIZERS:
-        doc = docstring(f"The plan was made with {name}: construct it over the parameters that require a gradient.")
+        doc = docstring(f"Return the {name} that the plan was made with, over the parameters that require a gradient.")
         message = literal(f"make_optimizer must return the {name} that the plan was made with")
         return f"def make_optimizer(model):\n    {doc}\n    raise NotImplementedError({message})\n"
     choice = OPTIMIZERS[name]

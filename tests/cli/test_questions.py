@@ -36,6 +36,13 @@ def normed(batch_size=32):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 4))
     return model, (torch.zeros(batch_size, 64), torch.zeros(batch_size, 4)), loss
 
+class InThrees(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x.view(-1, 3, 64)).flatten(0, 1)
+
+def in_threes(batch_size=6):
+    return InThrees(64, 4), (torch.zeros(batch_size, 64), torch.zeros(batch_size, 4)), loss
+
 def huge():
     return torch.nn.Linear(200_000, 200_000, bias=False), (torch.zeros(1, 200_000), torch.zeros(1, 200_000)), loss
 """
@@ -196,6 +203,13 @@ def test_a_card_that_is_smaller_than_the_budget_limits_the_batch(folder, capsys,
     code, data = run("--gpu", "rtx-2060", "--vram", "1GiB", "--fidelity", "exact", "--largest-batch", capsys=capsys)
     assert code == 0 and data["fits"]
     assert data["plan"]["total_bytes"] <= 200 << 20
+
+
+def test_a_model_that_refuses_a_batch_size_is_refused_with_this_size(folder, capsys):
+    assert main(["net.py:in_threes", "--gpu", "bare", "--vram", "1MiB", "--largest-batch", "--json"]) == 2
+    message = json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "the largest batch cannot be found, because the step fails with 64 samples: " in message
+    assert "plan for each of them with --batch-size" in message
 
 
 @pytest.mark.parametrize("name", ["accumulation", "freeze"])

@@ -201,7 +201,7 @@ def test_parameters_of_a_block_cannot_be_used_outside_of_its_forward():
 
 def test_notes_say_what_may_differ_between_cards():
     sharded = "\n".join(plan_with(torch.optim.Muon, sharding="fsdp").notes)
-    assert f"each card reads values of its own at {__file__}:{BRANCH}" in sharded
+    assert f"each card reads its own values at {__file__}:{BRANCH}" in sharded
     assert "Muon computes its update in bf16" in sharded
     copied = "\n".join(plan_with(torch.optim.Muon, sharding="ddp").notes)
     assert "Muon computes" not in copied

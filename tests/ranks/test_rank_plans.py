@@ -77,7 +77,7 @@ def test_the_ways_are_those_that_the_user_allows():
     ("arguments", "message"),
     {
         "no number": ({"count": 1}, "1 is not a number of cards"),
-        "another mesh": ({"count": 8, "mesh": (2, 2)}, "a mesh of 2 x 2 is not one of 8 cards .*, such as 2x4$"),
+        "another mesh": ({"count": 8, "mesh": (2, 2)}, "a mesh of 2 x 2 cannot be used with 8 cards: .*, such as 2x4$"),
         "a mesh of one copy": ({"count": 20, "mesh": (1, 20)}, "a mesh of 1 x 20 is not one .*, such as 4x5$"),
         "a prime number of cards": ({"count": 7, "mesh": (2, 4)}, "leave the mesh out: 7 cards cannot be divided"),
         "copies in a mesh": ({"count": 8, "mesh": (2, 4), "way": "ddp"}, "a mesh is for sharded models"),
@@ -207,7 +207,7 @@ def test_the_smallest_number_of_cards_is_found_and_larger_ones_are_compared():
         assert not planner.plan(llama(), batch(), cards=cards // 2, **options).fits
     more = [note for note in plan.notes if note.startswith((f"{2 * cards} cards: ", f"{4 * cards} cards: "))]
     assert len(more) == sum(16 % (cards * factor) == 0 for factor in (2, 4))
-    assert all("times as long as with the chosen plan" in note for note in more)
+    assert all("times as long as that of the chosen plan" in note for note in more)
 
 
 def test_the_smallest_number_of_cards_needs_a_budget_and_a_batch_that_can_be_divided():

@@ -137,6 +137,8 @@ class Transformed(nn.Module):
             return torch.func.vmap(self.layers)(x)
         if self.transform == "grad":
             return torch.func.grad(lambda x: self.layers(x).sum())(x)
+        if self.transform == "jvp":
+            return torch.func.jvp(self.layers, (x,), (torch.ones_like(x),))[1]
         weights = dict(self.layers.named_parameters())  # one step of an inner loop, as MAML takes
 
         def inner(weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -147,7 +149,7 @@ class Transformed(nn.Module):
         return torch.func.functional_call(self.layers, updated, (x,))
 
 
-@pytest.mark.parametrize("transform", ["maml", "vmap", "grad"])
+@pytest.mark.parametrize("transform", ["jvp", "maml", "vmap", "grad"])
 @pytest.mark.parametrize("only", ["checkpoint", "offload", "segment-checkpoint"])
 @pytest.mark.thorough_after(2)
 def test_a_model_that_uses_torch_func_can_be_planned_and_trains_the_same(transform, only):

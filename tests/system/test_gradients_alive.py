@@ -150,7 +150,7 @@ def test_the_plan_says_so_and_is_checked_again_as_it_was_made(tmp_path, monkeypa
     assert main([*arguments, "--save", "plan.json", "--emit", "step.py", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["workload"]["gradients_alive"] and Plan.from_json(data).to_json() | {"seconds": data["seconds"]} == data
-    assert "--gradients-alive" in (tmp_path / "step.py").read_text()
+    assert "--accumulating-loop" in (tmp_path / "step.py").read_text()
     assert main(["plan.json", "--trust-reference", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"] == data["plan"]
     main(["plan.json", "--trust-reference"])

@@ -195,3 +195,12 @@ def test_a_library_that_compiles_functions_when_imported_compiles_them_when_they
     assert compiled == [] and torch.compile is compile_now
     assert [module.decorated(1), module.decorated(2), module.called(1)] == [3, 5, 2]
     assert compiled == [("decorated", {"dynamic": True}), ("plain", {})]
+
+
+def test_a_lazy_module_that_has_not_run_is_refused_by_name_and_planned_after_its_first_call():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyBatchNorm1d())
+    with pytest.raises(WorkloadError, match=r"tensor '0.weight' of the model has no shape yet.*call the model once"):
+        planned(model, torch.randn(4, 16))
+    model(torch.randn(4, 16, device="meta"))
+    planned(model, torch.randn(4, 16))

@@ -1,12 +1,13 @@
 """Finds out how many calls of the user's own training step have to be recorded until the calls repeat.
 
 A step may update in every n-th call, keep its last outputs, or fill a cache later than in its first call. Two calls
-take the same *course* if they allocate and free storages of the same sizes in the same order. A storage from an earlier
-call is the same if it is as many calls old, and was the same of that call's storages.
+take the same *course* if they allocate and free storages of the same sizes in the same order. Storages that
+an earlier call made are matched by their age in calls and by their place among the storages of that call.
 
-If the numbers and text that the function and the model hold are the same as after an earlier call, and the memory that
-is held, too, all later calls repeat those in between: most steps take two calls to show this. If a number changes in
-each call, such as a counter, any later call may do something else, so that `MOST_CALLS` calls are watched.
+After each call, the numbers and strings in the function and in the model, and the memory that is held, are compared
+with those after earlier calls. If they are equal, all later calls repeat the calls in between. Most steps take two
+calls to show this. If a number changes in each call, such as a counter, any later call may do something else, so that
+`MOST_CALLS` calls are watched.
 """
 
 from __future__ import annotations

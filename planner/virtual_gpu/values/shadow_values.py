@@ -94,6 +94,8 @@ class ShadowValues:
             self._forget(tensor)
             return
         with unset_fake_temporarily():
+            if real._is_zerotensor():  # a tangent of forward-mode differentiation, which has no memory
+                real = real.clone()
             first = real.as_strided((), ())
             if covers_its_storage(tensor) and bool((real == first).all()):
                 shadow = ShadowValue(value=first.clone(), assumed=assumed)
