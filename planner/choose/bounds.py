@@ -101,3 +101,8 @@ def _is_of_logits(graph: StepGraph, op: Op) -> bool:
     """True if the op reads or writes logits and computes no matrix product: a loss in chunks may save its time."""
     touched = (*op.inputs, *op.outputs)
     return not op.flops and any(graph.storages[index].category is Category.LOGITS for index in touched)
+
+
+def optimizer_ns(graph: StepGraph, op_times_ns: list[int]) -> int:
+    """Returns the time of the optimizer phase in nanoseconds."""
+    return sum(ns for ns, op in zip(op_times_ns, graph.ops, strict=True) if op.phase is Phase.OPTIMIZER)

@@ -12,19 +12,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from planner.choose.bounds import optimizer_ns
 from planner.choose.choice import Choice
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
 from planner.estimate.footprint import granularity_bytes, with_whole_batch
-from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
+from planner.plan_types.decision_base import Decision, Role, has_role, with_roles, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.recompute.failing import Excluded
 from planner.recompute.programs import Program, Programs
 from planner.recompute.repeated_gathers import RepeatedGathers, gathered_once, repeated_gathers
 from planner.recompute.units import Units, units_of
-from planner.recording.step_graph import Category, Phase, StepGraph
+from planner.recording.step_graph import Category, StepGraph
 from planner.search import milp
 from planner.search.problem import Selection
 from planner.space.lm_head import ChunkedLossOption
@@ -48,6 +50,7 @@ class Candidate:
         *,
         recompute: tuple[type[Decision], ...],
         programs: Programs,
+        excluded: Collection[Excluded] = (),
         sharding: tuple[Decision, ...] = (),
         watch: Watch | None = None,
     ) -> None:
@@ -55,10 +58,13 @@ class Candidate:
         Args:
             graph: a what-if recording of the step. If several cards train, all units of FSDP2 are gathered again.
             recompute: kinds of decisions that may free saved tensors.
-            programs: builds the integer program. Only candidates with the same `card` and `recompute` may share it.
+            programs: builds the integer program, for candidates with the same `card`, `recompute` and `excluded`.
+            excluded: modules to which techniques must not be applied.
             sharding: how several cards train together; empty for one card.
         """
         self.config, self.split, self._kinds, self._programs = config, split, recompute, programs
+        precision = with_roles(config, Role.PRECISION)
+        self._excluded = {(kind, module) for under, kind, module in excluded if under == precision}
         self._watch = watch or Watch()
         self._graph, self._granularity_bytes = graph, granularity_bytes(card)
         self._host_copies = roofline.HostCopies(card=card, repeats=roofline.repetitions(graph, split.micro_batches))
@@ -87,13 +93,8 @@ class Candidate:
     def _program(self) -> Program:
         if self._gathers:
             return Program(self._units_of(self._graph, self._op_ns))
-        return self._programs.of(
-            self._graph,
-            self._op_ns,
-            self._units_of,
-            granularity_bytes=self._granularity_bytes,
-            key=(without_roles(self.config, Role.OPTIMIZER), self.split),
-        )
+        key, size = (without_roles(self.config, Role.OPTIMIZER), self.split), self._granularity_bytes
+        return self._programs.of(self._graph, self._op_ns, self._units_of, granularity_bytes=size, key=key)
 
     def _units_of(self, graph: StepGraph, op_ns: list[int]) -> Units:
         return units_of(
@@ -104,6 +105,7 @@ class Candidate:
             kinds=self._kinds,
             host_copies=self._host_copies,
             gathers=self._gathers_with_time(),
+            excluded=self._excluded,
         )
 
     def _gathers_with_time(self) -> list[tuple[RepeatedGathers, int]]:
@@ -244,9 +246,8 @@ class Candidate:
             return (*self.config, *self.split.decisions(), *self.units.decisions(units))
         again = self.units.gathered(units)
         sharding = tuple(way.gathering_again(again) for way in self._sharding)
-        if sharding == self._sharding:
-            sharding = ()
-        return (*sharding, *self.config, *self.split.decisions(), *self.units.decisions(units))
+        changed = () if sharding == self._sharding else sharding
+        return (*changed, *self.config, *self.split.decisions(), *self.units.decisions(units))
 
     def choice(self, selection: Selection) -> Choice:
         """Returns the plan with the selected units, with the peak and the time that it promises."""
@@ -271,6 +272,7 @@ class Candidates:
         batch_bytes: size of the whole batch.
         watch: is checked before each candidate, and limits the time of the integer programs.
         recompute: kinds of decisions that may free saved tensors (checkpoint, offload ...).
+        excluded: modules to which techniques must not be applied.
         sharding: how several cards train together; empty for one card.
     """
 
@@ -282,33 +284,38 @@ class Candidates:
         batch_bytes: int,
         watch: Watch | None = None,
         recompute: tuple[type[Decision], ...] = (),
+        excluded: frozenset[Excluded] = frozenset(),
         sharding: tuple[Decision, ...] = (),
     ) -> None:
-        self._watch, self._sharding = watch or Watch(), sharding
+        self._watch, self._sharding, self._excluded = watch or Watch(), sharding, excluded
         self._recordings, self._card, self._batch_bytes, self._recompute = recordings, card, batch_bytes, recompute
         self._candidates: dict[tuple[tuple[Decision, ...], MicroBatching], Candidate] = {}
         self._programs = Programs()
         self._has_dropped = recordings.is_dropped
-        self._by_recompute = {recompute: self}
+        self._by_units = {(recompute, excluded): self}
 
-    def with_recompute(self, recompute: tuple[type[Decision], ...]) -> Candidates:
-        """Returns the candidates with another `recompute`. They share the recordings."""
-        if recompute not in self._by_recompute:
-            other = self._like_this(self._recordings, recompute)
-            self._by_recompute[recompute], other._by_recompute = other, self._by_recompute
-        return self._by_recompute[recompute]
+    def with_recompute(self, recompute: tuple[type[Decision], ...], excluded: frozenset[Excluded]) -> Candidates:
+        """Returns the candidates with another `recompute` and `excluded`. They share the recordings."""
+        key = recompute, excluded
+        if key not in self._by_units:
+            other = self._like_this(self._recordings, recompute, excluded)
+            self._by_units[key], other._by_units = other, self._by_units
+        return self._by_units[key]
 
     def of_recordings(self, recordings: Recordings) -> Candidates:
         """Returns the candidates of other recordings."""
-        return self._like_this(recordings, self._recompute)
+        return self._like_this(recordings, self._recompute, self._excluded)
 
-    def _like_this(self, recordings: Recordings, recompute: tuple[type[Decision], ...]) -> Candidates:
+    def _like_this(
+        self, recordings: Recordings, recompute: tuple[type[Decision], ...], excluded: frozenset[Excluded]
+    ) -> Candidates:
         return Candidates(
             recordings,
             self._card,
             batch_bytes=self._batch_bytes,
             watch=self._watch,
             recompute=recompute,
+            excluded=excluded,
             sharding=self._sharding,
         )
 
@@ -330,6 +337,7 @@ class Candidates:
                 self._card,
                 recompute=self._recompute,
                 programs=self._programs,
+                excluded=self._excluded,
                 sharding=self._sharding,
                 watch=self._watch,
             )
@@ -390,8 +398,3 @@ class ChunkedCandidates:
     def all(self) -> tuple[Candidate, ...]:
         """Returns all candidates that have been created so far."""
         return self._candidates.all()
-
-
-def optimizer_ns(graph: StepGraph, op_times_ns: list[int]) -> int:
-    """Returns the time of the optimizer phase in nanoseconds."""
-    return sum(ns for ns, op in zip(op_times_ns, graph.ops, strict=True) if op.phase is Phase.OPTIMIZER)

@@ -80,17 +80,19 @@ class Chooser:
         certificates: Certificates,
         *,
         force_recompute: bool,
+        why_no_units: StepError | None = None,
         slowest_ns: float = math.inf,
     ) -> None:
         """
         Args:
             force_recompute: True if every plan has to recompute or offload at least one unit.
+            why_no_units: the error because of which modules may not be recomputed or offloaded; None if there is none.
             slowest_ns: maximum step time of a plan, in nanoseconds.
         """
         self._space, self._candidates, self._bounds = space, candidates, bounds
         self.configurations = Configurations(space)
         self._prefetcher = Prefetcher(candidates, certificates)
-        self._force_recompute = force_recompute
+        self._force_recompute, self._why_no_units = force_recompute, why_no_units
         self._above_ns = slowest_ns if math.isinf(slowest_ns) else math.floor(slowest_ns) + 1
         """A plan that takes this many nanoseconds or more is too slow."""
         self.solve_seconds = 0.0
@@ -230,7 +232,7 @@ class Chooser:
             )
             raise next(iter(self.dropped.values()), impossible)
         if self._force_recompute and not any(candidate.can_recompute for candidate in self._candidates.all()):
-            raise DecisionError(
+            raise self._why_no_units or DecisionError(
                 f"{self._space.recompute[0].kind} is forced, but it cannot be applied to any module of this model: "
                 "do not force it"
             )

@@ -32,6 +32,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
 from planner.plan_types.plan import Relaxation, Shortfall
 from planner.progress import TimeIsUp
+from planner.recompute.failing import Recomputing, failing
 from planner.recording.step_graph import Category
 from planner.search.threshold import first_true
 from planner.space.frozen_prefixes import prefixes
@@ -194,8 +195,8 @@ def repeated_if_dropped(session: PlanningSession, search: Callable[[], T]) -> T:
 def certify(session: PlanningSession, choice: Choice, *, then: Choice | None = None) -> Certified:
     """Return a choice with its certificate. The search has to be called by `repeated_if_dropped`.
 
-    If the rewritten step cannot be rehearsed because of a technique by which it recomputes or offloads, this technique
-    is left out of later searches, and the present one ends.
+    If the rewritten step cannot be rehearsed because it recomputes or offloads some modules, the technique is left out
+    of later searches for modules like these (`Searches.leave_out`), and the present search ends.
 
     Args:
         then: the choice that will be certified next.
@@ -209,37 +210,29 @@ def certify(session: PlanningSession, choice: Choice, *, then: Choice | None = N
         failed = _failed(session, choice, error)
         if not failed:
             raise
-        session.searches.leave_out(failed)
+        session.searches.leave_out(failed, with_roles(choice.decisions, Role.PRECISION), session.workload.model)
         raise _DroppedError from error
 
 
-def _failed(session: PlanningSession, choice: Choice, error: StepError) -> dict[type[Decision], StepError]:
-    """Returns the techniques because of which the step of a choice fails, each with its error; empty if there is none.
+def _failed(session: PlanningSession, choice: Choice, error: StepError) -> dict[Recomputing, StepError]:
+    """Returns the decisions because of which the step of a choice fails, each with its error; empty if there are none.
 
-    Only techniques that recompute or offload are considered, and only those that are not left out already. Each is
-    rehearsed without the others. If each works without the others, they fail together, and the one is returned whose
-    absence lets the step run.
-
-    Args:
-        error: the error of the step with all of them.
+    Only decisions that recompute or offload are considered, and only techniques that are not left out already.
     """
-    used = [d for d in with_roles(choice.decisions, Role.RECOMPUTE) if not session.searches.is_left_out(type(d))]
+    used = [d for d in choice.decisions if isinstance(d, Recomputing) and not session.searches.is_left_out(type(d))]
 
-    def error_with(tried: Sequence[Decision]) -> StepError | None:
-        decisions = tuple(d for d in choice.decisions if d in tried or d.role is not Role.RECOMPUTE)
+    def error_with(tried: Sequence[Recomputing]) -> StepError | None:
+        parts: dict[type[Decision], Decision] = {type(decision): decision for decision in tried}
+        decisions = tuple(
+            parts.get(type(d), d) for d in choice.decisions if type(d) in parts or d.role is not Role.RECOMPUTE
+        )
         try:
             session.certify(dataclasses.replace(choice, decisions=decisions))
         except StepError as found:
             return found
         return None
 
-    if len(used) < 2:
-        return {type(decision): error for decision in used}
-    failed = {type(decision): found for decision in used if (found := error_with([decision])) is not None}
-    if failed:
-        return failed
-    working = (d for d in used if error_with([other for other in used if other is not d]) is None)
-    return {type(next(working, used[0])): error}
+    return failing(used, error_with, error)
 
 
 def check_recordings(session: PlanningSession, certified: Certified) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from planner.choose.bounds import Bounds, LeastUpdate, least_updates, loss_ns, optimizer_peak_bytes
-from planner.choose.candidates import Candidates, ChunkedCandidates, optimizer_ns
+from planner.choose.bounds import Bounds, LeastUpdate, least_updates, loss_ns, optimizer_ns, optimizer_peak_bytes
+from planner.choose.candidates import Candidates, ChunkedCandidates
 from planner.choose.certificates import Certificates
 from planner.choose.choice import Choice
 from planner.choose.chooser import Chooser
@@ -258,10 +258,8 @@ class PlanningSession:
         """
         self.watch.check()
         decisions = without_roles(choice.decisions, Role.ALLOCATOR)
-        if not decisions:
-            graph = self.baseline_graph
-        else:
-            graph = self._certificates.of(decisions, then=None if then is None else then.decisions)
+        upcoming = None if then is None else then.decisions
+        graph = self._certificates.of(decisions, then=upcoming) if decisions else self.baseline_graph
         return self._with_allocator(choice, graph, self._usable_bytes)
 
     def _with_allocator(self, choice: Choice, graph: StepGraph, total_bytes: int | None) -> Certified:
@@ -309,6 +307,7 @@ class PlanningSession:
     def chooser(self, space: SearchSpace, constraints: Constraints) -> Chooser:
         """Return a new chooser for a search space, and add it to `searches`."""
         space = self.searches.without_failed(space, constraints)
+        candidates = self._candidates.with_recompute(space.recompute, self.searches.excluded())
         frozen, graph = has_role(space.precisions[0], Role.FREEZING), self.baseline_graph
         times = roofline.op_times_ns(graph, self.card, 1)
         forward_ns = sum(ns for op, ns in zip(graph.ops, times, strict=True) if op.phase is Phase.FORWARD)
@@ -322,10 +321,11 @@ class PlanningSession:
         )
         chooser = Chooser(
             space,
-            ChunkedCandidates(self._candidates.with_recompute(space.recompute), space.chunks),
+            ChunkedCandidates(candidates, space.chunks),
             bounds,
             self._certificates,
             force_recompute=constraints.force(Role.RECOMPUTE),
+            why_no_units=self.searches.error_of(space.recompute),
             slowest_ns=self._slowest_ns(constraints),
         )
         self.searches.add(constraints, chooser)

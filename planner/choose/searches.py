@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+
+import torch
 
 from planner.choose.choice import Choice
 from planner.choose.chooser import Chooser
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, without_roles
+from planner.plan_types.words import module_listing
+from planner.recompute.failing import Excluded, Recomputing
 from planner.space.configurations import Config
 from planner.space.search_space import SearchSpace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """A technique with which the step fails."""
+
+    kind: type[Decision]
+    precision: Config = ()
+    """The decisions about precision of the step that failed."""
+    modules: tuple[str, ...] = ()
+    """Paths of the modules for which it is left out in this precision; empty if it is left out everywhere."""
+
+    def described(self) -> str:
+        under = f", with {self.precision[0].describe()}" if self.precision else ""
+        listed = module_listing(self.modules) if all(self.modules) else "the whole model"
+        return f"{self.kind.kind} of {listed}{under}" if self.modules else self.kind.kind
 
 
 class Searches:
@@ -19,24 +39,43 @@ class Searches:
 
     def __init__(self) -> None:
         self._made: list[tuple[Constraints, Chooser]] = []
-        self._failed: dict[type[Decision], StepError] = {}
+        self._failed: dict[_Failure, StepError] = {}
 
     def add(self, constraints: Constraints, chooser: Chooser) -> None:
         """Add a chooser that searches under these constraints."""
         self._made.append((constraints, chooser))
 
-    def leave_out(self, failed: Mapping[type[Decision], StepError]) -> None:
-        """Leave techniques out of later searches, because a step with them has failed with these errors."""
-        self._failed.update(failed)
+    def leave_out(self, failed: Mapping[Recomputing, StepError], precision: Config, model: torch.nn.Module) -> None:
+        """Leave decisions out of later searches, because a step with them has failed with these errors.
+
+        A decision with one module is left out, in this precision, for all modules of its class. Other decisions, and
+        those for which this was not enough, are left out as a whole.
+        """
+        for decision, error in failed.items():
+            failure = _Failure(kind=type(decision))
+            if len(set(decision.modules)) == 1:
+                kind_of_module = type(model.get_submodule(decision.modules[0]))
+                alike = tuple(path for path, module in model.named_modules() if type(module) is kind_of_module)
+                narrow = _Failure(kind=type(decision), precision=precision, modules=alike)
+                failure = failure if narrow in self._failed else narrow
+            self._failed[failure] = error
 
     def is_left_out(self, kind: type[Decision]) -> bool:
-        """True if `leave_out` has named the technique."""
-        return kind in self._failed
+        """True if the technique is left out for all modules."""
+        return _Failure(kind=kind) in self._failed
 
     def without_failed(self, space: SearchSpace, constraints: Constraints) -> SearchSpace:
-        """Returns a search space without the techniques that `leave_out` has named, unless the user forces them."""
-        recompute = tuple(kind for kind in space.recompute if kind not in self._failed or constraints.force(kind))
+        """Returns a search space without the techniques that are left out as a whole, unless the user forces them."""
+        recompute = tuple(kind for kind in space.recompute if not self.is_left_out(kind) or constraints.force(kind))
         return dataclasses.replace(space, recompute=recompute)
+
+    def excluded(self) -> frozenset[Excluded]:
+        """Returns the modules for which techniques are left out."""
+        return frozenset((one.precision, one.kind, module) for one in self._failed for module in one.modules)
+
+    def error_of(self, kinds: Container[type[Decision]]) -> StepError | None:
+        """Returns the first error because of which one of these techniques is left out; None if there is none."""
+        return next((error for one, error in self._failed.items() if one.kind in kinds), None)
 
     def _under(self, constraints: Constraints) -> list[Chooser]:
         return [chooser for used, chooser in self._made if used == constraints]
@@ -68,8 +107,8 @@ class Searches:
     def dropped(self, constraints: Constraints) -> tuple[str, ...]:
         """Returns notes on what these constraints allow but what could not be rehearsed."""
         errors = {config: error for chooser in self._under(constraints) for config, error in chooser.dropped.items()}
-        failed = ((kind, error) for kind, error in self._failed.items() if constraints.allow(kind))
-        notes = [f"left out ({kind.kind}): {error}" for kind, error in failed]
+        failed = ((one, error) for one, error in self._failed.items() if constraints.allow(one.kind))
+        notes = [f"left out ({one.described()}): {error}" for one, error in failed]
         # One note for all micro-batch sizes of a configuration: a model that needs groups of samples fails with many.
         by_config: dict[Config, list[tuple[Config, StepError]]] = {}
         for decisions, error in errors.items():

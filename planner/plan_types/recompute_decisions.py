@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Container
 from typing import ClassVar
 
 from planner.errors import DecisionError
@@ -110,6 +111,11 @@ class Checkpoint(Decision):
                     f"checkpoint keeps ops {numbers!r}: give whole numbers of at least 0 in ascending order"
                 )
 
+    def of_modules(self, chosen: Container[str]) -> Checkpoint:
+        """Returns the decision for those of its modules that are in `chosen`; at least one has to be."""
+        kept = {module: numbers for module, numbers in self.by_module.items() if module in chosen}
+        return dataclasses.replace(self, modules=tuple(kept), kept=tuple(kept.values()) if self.kept else ())
+
     @property
     def by_module(self) -> dict[str, tuple[int, ...]]:
         """For each module name: numbers of the ops whose outputs are kept."""
@@ -180,6 +186,17 @@ class Replay(Decision):
                     "segments must not be empty or overlap, and must contain their kept ops and stops"
                 )
 
+    def of_modules(self, chosen: Container[str]) -> Replay:
+        """Returns the decision for the segments of those modules that are in `chosen`; at least one has to be."""
+        places = [place for place, module in enumerate(self.modules) if module in chosen]
+        return dataclasses.replace(
+            self,
+            modules=tuple(self.modules[place] for place in places),
+            stretches=tuple(self.stretches[place] for place in places),
+            kept=tuple(self.kept[place] for place in places),
+            stops=tuple(self.stops[place] for place in places) if self.stops else (),
+        )
+
     @property
     def by_module(self) -> dict[str, tuple[Segment, ...]]:
         """For each module name: the segments of its forward."""
@@ -229,6 +246,13 @@ class Offload(Decision):
             raise DecisionError(
                 f"offload has a minimum size of {self.from_bytes!r} bytes: give a whole number of at least 1"
             )
+
+    def of_modules(self, chosen: Container[str]) -> Offload:
+        """Returns the decision for those of its modules that are in `chosen`; at least one has to be."""
+        modules = tuple(module for module in self.modules if module in chosen)
+        return dataclasses.replace(
+            self, modules=modules, inputs_of=tuple(module for module in self.inputs_of if module in modules)
+        )
 
     def describe(self) -> str:
         saving = tuple(module for module in self.modules if module not in self.inputs_of)

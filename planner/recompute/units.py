@@ -33,7 +33,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 
 from planner.estimate.roofline import HostCopies
 from planner.plan_types.decisions import Decision
@@ -50,6 +50,8 @@ from planner.recording.module_calls import NO_REPLAY, WITHOUT_GRADIENTS
 from planner.recording.step_graph import Call, StepGraph, round_up
 from planner.search.problem import CheckpointProblem, Recompute, exclusive_units, longest_paths
 
+Excluded = Set[tuple[type[Decision], str]]
+"""Types of decision, each with the path of a module that it must not be applied to."""
 _MOST_PARTS = 100
 """Maximum number of parts of a segment that is divided after each product that it keeps."""
 
@@ -139,6 +141,7 @@ def units_of(
     kinds: Container[type[Decision]] = (Checkpoint, Replay),
     host_copies: HostCopies | None = None,
     gathers: Sequence[tuple[RepeatedGathers, int]] = (),
+    excluded: Excluded = frozenset(),
 ) -> Units:
     """Builds the checkpoint problem of a what-if recording.
 
@@ -152,6 +155,7 @@ def units_of(
         kinds: types of decision that units may become: `Checkpoint` and `Offload` for modules, `Replay` for segments.
         host_copies: gives the time of copies to the host and back; None if no unit may be offloaded.
         gathers: gathers that the recording repeats, each with the time in ns that leaving it out would save.
+        excluded: techniques that must not be applied to some modules.
     """
     # 1. Long forwards are cut into segments, which become calls: then every unit is a set of calls.
     if Replay in kinds:
@@ -161,7 +165,7 @@ def units_of(
     # 2. The units, each with its cost in every call of its module.
     offloads = None if host_copies is None or Offload not in kinds else Offloads(graph, host_copies, sizes)
     replays = Replays(graph, op_ns, sizes, launch_ns)
-    units, options = _choices(graph, windows, op_ns, sizes, kinds, offloads, replays)
+    units, options = _choices(graph, windows, op_ns, sizes, kinds, offloads, replays, excluded)
     again = {len(units) + number: repeated for number, (repeated, _) in enumerate(gathers)}
     gathered = tuple(
         Unit(module=repeated.unit, segment=None, kept=(), runs_again=False, is_gathered=True)
@@ -188,13 +192,13 @@ def units_of(
 
 
 def _candidates(
-    graph: StepGraph, windows: dict[int, Window], kinds: Container[type[Decision]]
+    graph: StepGraph, windows: dict[int, Window], kinds: Container[type[Decision]], excluded: Excluded
 ) -> dict[tuple[str, tuple[int, int] | None], list[int]]:
     """Returns the modules and segments that may be recomputed, each with its calls.
 
-    A module or segment may be recomputed if its type of decision is in `kinds`, all its calls may run twice, and
-    backward reads what at least one of them saved. Calls without gradients do not count: they save nothing, and run as
-    without the decision.
+    A module or segment may be recomputed if its type of decision is in `kinds` and not excluded for the module, if all
+    its calls may run twice, and if backward reads what at least one of them saved. Calls without gradients do not
+    count: they save nothing, and run as without the decision.
 
     Returns:
         Indices of the calls, by (module path, op numbers of the segment or None).
@@ -210,7 +214,8 @@ def _candidates(
             read.add(key)
         if call.segment is None and not (call.module and call.obstacle is None and index in windows):
             unusable.add(key)
-        if (Checkpoint if call.segment is None else Replay) not in kinds:
+        kind = Checkpoint if call.segment is None else Replay
+        if kind not in kinds or (kind, call.module) in excluded:
             unusable.add(key)
     ordered = sorted(calls_of, key=lambda key: (key[0], key[1] or ()))
     return {key: calls_of[key] for key in ordered if key in read and key not in unusable}
@@ -240,6 +245,7 @@ def _choices(
     kinds: Container[type[Decision]],
     offloads: Offloads | None,
     replays: Replays,
+    excluded: Excluded,
 ) -> tuple[tuple[Unit, ...], Options]:
     """Returns all units, and for each call the units that apply to it with their costs."""
     keepable, reruns = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes)
@@ -256,7 +262,7 @@ def _choices(
             units.append(unit)
 
     # Recompute: each module or segment with nothing kept, with some products kept, and divided into parts.
-    for (module, segment), calls in _candidates(graph, windows, kinds).items():
+    for (module, segment), calls in _candidates(graph, windows, kinds, excluded).items():
         nothing = dict.fromkeys(calls, NOTHING)
         choices: list[tuple[dict[int, Kept], tuple[int, ...]]] = [(nothing, ())]
         if segment is None:
@@ -272,13 +278,14 @@ def _choices(
             add(unit, costs)
             if offloads is not None and kept is nothing:
                 recompute_ns[module] = sum(rerun.cost_ns for rerun in costs.values())
-                on_host = {call: offloads.of_inputs(call, rerun) for call, rerun in costs.items()}
-                add(Unit(module=module, segment=None, kept=(), on_host=True), on_host)
+                if (Offload, module) not in excluded:
+                    on_host = {call: offloads.of_inputs(call, rerun) for call, rerun in costs.items()}
+                    add(Unit(module=module, segment=None, kept=(), on_host=True), on_host)
     # Offload: modules whose saved tensors are copied faster than they are recomputed.
     if offloads is not None:
         for module, calls in _offloadable(graph).items():
             saved = {call: offloads.of_saved(call) for call in calls}
-            if _cost_ns(saved) <= recompute_ns.get(module, math.inf):
+            if (Offload, module) not in excluded and _cost_ns(saved) <= recompute_ns.get(module, math.inf):
                 add(Unit(module=module, segment=None, kept=(), runs_again=False, on_host=True), saved)
     return tuple(units), options
 

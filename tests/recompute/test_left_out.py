@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import planner
 from planner.errors import WorkloadError
+from planner.plan_types.recompute_decisions import Checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +30,9 @@ class Block(nn.Module):
 class RefusesTapes(nn.Module):
     """Its blocks can be checkpointed, but its own forward fails if its ops are recorded for a replay."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.weights = nn.ParameterList(torch.randn(64, 64) / 8 for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,9 +45,9 @@ class RefusesTapes(nn.Module):
         return x.square().mean()
 
 
-def planned(**options) -> planner.Plan:
+def planned(*, blocks: int = 4, **options) -> planner.Plan:
     torch.manual_seed(0)
-    return planner.plan(RefusesTapes(), {"x": torch.randn(4096, 64)}, gpu="bare", progress=False, **options)
+    return planner.plan(RefusesTapes(blocks), {"x": torch.randn(4096, 64)}, gpu="bare", progress=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +64,80 @@ def test_the_technique_that_fails_is_left_out_and_not_another_one(whole_bytes, s
     assert found.decisions == by_hand.decisions
     assert (found.fits, found.peak) == (by_hand.fits, by_hand.peak)
     notes = [note for note in found.notes if note.startswith("left out")]
-    assert all(note.startswith("left out (segment-checkpoint): the training step failed") for note in notes)
+    assert all(note.startswith("left out (segment-checkpoint of the whole model") for note in notes)
 
 
 def test_a_technique_that_works_may_be_forced_next_to_one_that_fails(whole_bytes):
     found = planned(vram=whole_bytes // 2, forbid=FORBIDDEN, force=["checkpoint"])
     assert "checkpoint" in {decision.kind for decision in found.decisions}
+    found = planned(vram=whole_bytes // 2, forbid=FORBIDDEN, force=["segment-checkpoint"])
+    modules = {decision.kind: getattr(decision, "modules", ()) for decision in found.decisions}
+    assert found.fits and set(modules["segment-checkpoint"]) <= {f"blocks.{number}" for number in range(4)}
+
+
+def test_a_forced_technique_that_works_with_no_module_is_an_error():
     with pytest.raises(WorkloadError, match=r"no tapes .*: if the step runs without the planner, forbid segment"):
-        planned(vram=whole_bytes // 2, forbid=FORBIDDEN, force=["segment-checkpoint"])
+        planned(blocks=0, vram="20MiB", forbid=FORBIDDEN, force=["segment-checkpoint"])
+
+
+INSIDE = contextvars.ContextVar("inside", default=False)
+
+
+class NeedsAContext(nn.Module):
+    """Its forward runs only inside of a context that its caller enters, or only in fp32."""
+
+    def __init__(self, under_autocast: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.under_autocast = nn.Linear(64, 256), nn.Linear(256, 64), under_autocast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not INSIDE.get() and (torch.is_autocast_enabled("cuda") or not self.under_autocast):
+            raise RuntimeError("no context")
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Mixed(nn.Module):
+    def __init__(self, under_autocast: bool) -> None:
+        super().__init__()
+        self.fine = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(NeedsAContext(under_autocast) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, fine in zip(self.blocks, self.fine, strict=True):
+            token = INSIDE.set(True)
+            x = block(x)
+            INSIDE.reset(token)
+            x = fine(x)
+        return x.square().mean()
+
+
+def mixed_plan(under_autocast: bool, vram: int | str | None, **options) -> planner.Plan:
+    torch.manual_seed(0)
+    model, batch = Mixed(under_autocast), {"x": torch.randn(4096, 64)}
+    return planner.plan(model, batch, vram=vram, gpu="bare", optimizer="sgd", progress=False, **options)
+
+
+def checkpointed(plan: planner.Plan) -> set[str]:
+    return {module for d in plan.decisions if isinstance(d, Checkpoint) for module in d.modules}
+
+
+def test_a_technique_is_left_out_only_for_modules_of_the_class_with_which_it_fails():
+    whole = mixed_plan(False, None).total_bytes
+    found = mixed_plan(False, whole * 3 // 4, only=["checkpoint"])
+    assert found.fits
+    assert checkpointed(found) and all(module.startswith("fine.") for module in checkpointed(found))
+    [note] = [note for note in found.notes if note.startswith("left out")]
+    assert note.startswith("left out (checkpoint of blocks.{0-2}): ")
+    assert "no context" in note
+
+
+def test_a_technique_that_fails_in_one_precision_is_left_out_only_there():
+    techniques = ["checkpoint", "mixed-precision"]
+    smallest = mixed_plan(True, "8MiB", only=techniques)
+    alone = mixed_plan(True, "8MiB", only=["checkpoint"])
+    assert not smallest.fits and not alone.fits
+    assert smallest.total_bytes <= alone.total_bytes  # more techniques never need more memory
+    notes = [note for note in smallest.notes if note.startswith("left out")]
+    assert notes and all(
+        note.startswith("left out (checkpoint of blocks.{0-2}, with mixed precision: ") for note in notes
+    )
