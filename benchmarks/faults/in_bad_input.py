@@ -294,4 +294,45 @@ FAULTS = (
         tests=(_COMPILES_LATER,),
         why="a library's functions are compiled without the options that it gives to torch.compile",
     ),
+    Fault(
+        name="bad-input-lazy-modules",
+        path="planner/workload/unsupported.py",
+        old="        if torch.nn.parameter.is_lazy(tensor):\n",
+        new="        if False:\n",
+        tests=(
+            "tests/workload/test_unsupported.py"
+            "::test_a_lazy_module_that_has_not_run_is_refused_by_name_and_planned_after_its_first_call",
+        ),
+        why="the error neither names the lazy module nor a way out",
+    ),
+    Fault(
+        name="bad-input-batch-size-of-the-largest-batch",
+        path="planner/questions.py",
+        old="        with _naming(samples):\n            found = ",
+        new="        if samples:\n            found = ",
+        tests=("tests/cli/test_questions.py::test_a_model_that_refuses_a_batch_size_is_refused_with_this_size",),
+        why="the message does not say with which batch size the model fails",
+    ),
+    Fault(
+        name="recording-reads-the-memory-of-wrappers",
+        path="planner/recording/module_state.py",
+        old="    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):\n",
+        new="    while False:\n",
+        tests=(
+            "tests/recording/test_recompute_obstacles.py"
+            "::test_a_model_that_uses_torch_func_can_be_planned_and_trains_the_same[checkpoint-maml]",
+        ),
+        why="a model that calls modules inside of torch.func.grad cannot be planned",
+    ),
+    Fault(
+        name="recording-reads-tangents-without-memory",
+        path="planner/virtual_gpu/values/shadow_values.py",
+        old="            if real._is_zerotensor():",
+        new="            if False:",
+        tests=(
+            "tests/recording/test_recompute_obstacles.py"
+            "::test_a_model_that_uses_torch_func_can_be_planned_and_trains_the_same[checkpoint-jvp]",
+        ),
+        why="a model with a forward-mode derivative ends the process with a segmentation fault",
+    ),
 )

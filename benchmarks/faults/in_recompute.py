@@ -400,9 +400,9 @@ FAULTS = (
     ),
     Fault(
         name="recompute-leaves-out-another-technique",
-        path="planner/choose/fitting.py",
-        old="    if len(used) < 2:\n        return {type(decision): error for decision in used}\n",
-        new="    if used:\n        return {type(used[0]): error}\n",
+        path="planner/recompute/failing.py",
+        old="    if len(used) == 1:\n        return dict([_with_one_module(used[0], error_with, error)])\n",
+        new="    if used:\n        return {used[0]: error}\n",
         tests=("tests/recompute/test_left_out.py::test_the_technique_that_fails_is_left_out_and_not_another_one",),
         why="checkpoint is left out although segment-checkpoint fails, and plans that fit are not found",
     ),
@@ -421,5 +421,45 @@ FAULTS = (
         new="check that it runs without the planner",
         tests=("tests/recompute/test_left_out.py::test_a_technique_that_works_may_be_forced_next_to_one_that_fails",),
         why="the error of a technique points at the user's model, which runs",
+    ),
+    Fault(
+        name="recompute-leaves-out-all-modules",
+        path="planner/recompute/failing.py",
+        old="    return whole if found is None else (part, found)",
+        new="    return whole",
+        tests=(
+            "tests/recompute/test_left_out.py"
+            "::test_a_technique_is_left_out_only_for_modules_of_the_class_with_which_it_fails",
+        ),
+        why="a module that cannot be recomputed takes the technique from all others: plans that fit are not found",
+    ),
+    Fault(
+        name="recompute-leaves-out-one-module-of-many",
+        path="planner/choose/searches.py",
+        old="alike = tuple(path for path, module in model.named_modules() if type(module) is kind_of_module)",
+        new="alike = (decision.modules[0],)",
+        tests=(
+            "tests/recompute/test_left_out.py"
+            "::test_a_technique_is_left_out_only_for_modules_of_the_class_with_which_it_fails",
+        ),
+        why="each layer takes a search and rehearsals of its own before all are left out",
+    ),
+    Fault(
+        name="recompute-leaves-out-in-every-precision",
+        path="planner/choose/candidates.py",
+        old="for under, kind, module in excluded if under == precision}",
+        new="for under, kind, module in excluded}",
+        tests=(
+            "tests/recompute/test_left_out.py::test_a_technique_that_fails_in_one_precision_is_left_out_only_there",
+        ),
+        why="a smaller budget fits, and a larger one does not",
+    ),
+    Fault(
+        name="recompute-offloads-nothing-where-recompute-is-left-out",
+        path="planner/recompute/units.py",
+        old="        if kind not in kinds or (kind, call.module) in excluded:\n",
+        new="        if kind not in kinds:\n",
+        tests=("tests/recompute/test_pitfalls.py::test_a_technique_whose_step_cannot_be_rehearsed_is_left_out",),
+        why="the module that cannot be recomputed is chosen again, until the technique is left out for all modules",
     ),
 )

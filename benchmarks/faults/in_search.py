@@ -375,4 +375,20 @@ FAULTS = (
         ),
         why="the smallest total ignores the options of the allocator that would lower it",
     ),
+    Fault(
+        name="search-takes-the-first-smallest-peak",
+        path="planner/search/milp.py",
+        old="        return found is not None or not proven\n",
+        new="        return False\n",
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds",),
+        why="candidates with a smaller peak than the first one are not searched",
+    ),
+    Fault(
+        name="search-has-no-proof-without-units",
+        path="planner/search/milp.py",
+        old="        if self.exact.peak(()) < peak_bytes:\n            return (), True\n",
+        new="",
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds",),
+        why="the comparison of a problem without units fails",
+    ),
 )

@@ -31,8 +31,9 @@ from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
 from planner.plan_types.plan import Relaxation, Shortfall
+from planner.plan_types.recompute_decisions import Recomputing
 from planner.progress import TimeIsUp
-from planner.recompute.failing import Recomputing, failing
+from planner.recompute.failing import failing
 from planner.recording.step_graph import Category
 from planner.search.threshold import first_true
 from planner.space.frozen_prefixes import prefixes

@@ -12,8 +12,9 @@ from planner.choose.chooser import Chooser
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, without_roles
+from planner.plan_types.recompute_decisions import Recomputing
 from planner.plan_types.words import module_listing
-from planner.recompute.failing import Excluded, Recomputing
+from planner.recompute.failing import Excluded
 from planner.space.configurations import Config
 from planner.space.search_space import SearchSpace
 

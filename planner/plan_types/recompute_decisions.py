@@ -80,7 +80,19 @@ class Allocator(Decision):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint(Decision):
+class Recomputing(Decision):
+    """Base class of decisions that recompute or offload modules, or parts of them."""
+
+    role: ClassVar[Role] = Role.RECOMPUTE
+    modules: tuple[str, ...]
+
+    def of_modules(self, chosen: Container[str]) -> Recomputing:
+        """Returns the decision for those of its modules that are in `chosen`; at least one has to be."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint(Recomputing):
     """Recompute the activations of `modules` in backward (activation checkpointing).
 
     With `kept` this is selective activation checkpointing: the outputs of some ops are kept, all others are recomputed.
@@ -88,9 +100,7 @@ class Checkpoint(Decision):
 
     kind: ClassVar[str] = "checkpoint"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
-    role: ClassVar[Role] = Role.RECOMPUTE
     disables_kv_cache: ClassVar[bool] = True
-    modules: tuple[str, ...]
     kept: tuple[tuple[int, ...], ...] = ()
     """For each module: numbers of the ops whose outputs are kept. Only matmuls, convolutions and attention ops are
     numbered, in the order in which a call of the module runs them (`recompute.kept_products`). Empty if no module keeps
@@ -112,7 +122,6 @@ class Checkpoint(Decision):
                 )
 
     def of_modules(self, chosen: Container[str]) -> Checkpoint:
-        """Returns the decision for those of its modules that are in `chosen`; at least one has to be."""
         kept = {module: numbers for module, numbers in self.by_module.items() if module in chosen}
         return dataclasses.replace(self, modules=tuple(kept), kept=tuple(kept.values()) if self.kept else ())
 
@@ -137,7 +146,7 @@ Segment = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replay(Decision):
+class Replay(Recomputing):
     """Recompute segments of a module's forward in backward, op by op, instead of keeping their activations.
 
     A segment is a range of consecutive ops; it need not be a call of a submodule.
@@ -146,7 +155,6 @@ class Replay(Decision):
     kind: ClassVar[str] = "segment-checkpoint"
     former_kind: ClassVar[str | None] = "replay"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
-    role: ClassVar[Role] = Role.RECOMPUTE
     needs_plain_tensors: ClassVar[bool] = True
     modules: tuple[str, ...]
     """For each segment: the name of the module whose forward it is a part of. Segments of a module are adjacent."""
@@ -187,7 +195,6 @@ class Replay(Decision):
                 )
 
     def of_modules(self, chosen: Container[str]) -> Replay:
-        """Returns the decision for the segments of those modules that are in `chosen`; at least one has to be."""
         places = [place for place, module in enumerate(self.modules) if module in chosen]
         return dataclasses.replace(
             self,
@@ -222,15 +229,13 @@ class Replay(Decision):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Offload(Decision):
+class Offload(Recomputing):
     """Keep the tensors that `modules` save for backward in pinned host memory between forward and backward."""
 
     kind: ClassVar[str] = "offload"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
-    role: ClassVar[Role] = Role.RECOMPUTE
     needs_plain_tensors: ClassVar[bool] = True
     needs_host_memory: ClassVar[bool] = True
-    modules: tuple[str, ...]
     inputs_of: tuple[str, ...]
     """Members of `modules` that are recomputed in backward. Only the inputs of these modules are offloaded."""
     from_bytes: int
@@ -248,7 +253,6 @@ class Offload(Decision):
             )
 
     def of_modules(self, chosen: Container[str]) -> Offload:
-        """Returns the decision for those of its modules that are in `chosen`; at least one has to be."""
         modules = tuple(module for module in self.modules if module in chosen)
         return dataclasses.replace(
             self, modules=modules, inputs_of=tuple(module for module in self.inputs_of if module in modules)

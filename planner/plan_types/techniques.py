@@ -14,6 +14,7 @@ KINDS: dict[str, type[Decision]] = {
     for module in (decisions, recompute_decisions)
     for decision in vars(module).values()
     if isinstance(decision, type) and issubclass(decision, Decision) and decision.__module__ == module.__name__
+    if hasattr(decision, "kind")  # it is not a base class
 }
 """Every decision class by its kind, in the order in which they are defined and applied."""
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 from planner.errors import StepError
 from planner.plan_types.decision_base import Decision
-from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
+from planner.plan_types.recompute_decisions import Recomputing
 
-Recomputing = Checkpoint | Replay | Offload
 Excluded = tuple[tuple[Decision, ...], type[Decision], str]
 """Decisions about precision, a technique, and the path of a module to which it must not be applied then."""
 ErrorWith = Callable[[Sequence[Recomputing]], StepError | None]
