@@ -455,11 +455,14 @@ FAULTS = (
         why="a smaller budget fits, and a larger one does not",
     ),
     Fault(
-        name="recompute-offloads-nothing-where-recompute-is-left-out",
+        name="recompute-chooses-excluded-modules",
         path="planner/recompute/units.py",
         old="        if kind not in kinds or (kind, call.module) in excluded:\n",
         new="        if kind not in kinds:\n",
-        tests=("tests/recompute/test_pitfalls.py::test_a_technique_whose_step_cannot_be_rehearsed_is_left_out",),
+        tests=(
+            "tests/recompute/test_left_out.py"
+            "::test_a_technique_is_left_out_only_for_modules_of_the_class_with_which_it_fails",
+        ),
         why="the module that cannot be recomputed is chosen again, until the technique is left out for all modules",
     ),
 )
