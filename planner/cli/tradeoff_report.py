@@ -15,6 +15,8 @@ from planner.plan_types.tradeoff import Tradeoff
 def render_tradeoff(tradeoff: Tradeoff) -> RenderableType:
     """Returns everything that the command prints for a trade-off."""
     parts: list[RenderableType] = [headline(tradeoff.as_it_is), Text(), _table(tradeoff), Text(), _verdict(tradeoff)]
+    if notes := _common_notes(tradeoff):
+        parts += [Text(), *(Text(f"note: {note}", style="dim") for note in notes), Text()]
     if not tradeoff.complete:
         parts.append(
             Text(
@@ -29,6 +31,12 @@ def render_tradeoff(tradeoff: Tradeoff) -> RenderableType:
         )
     )
     return Group(*parts)
+
+
+def _common_notes(tradeoff: Tradeoff) -> tuple[str, ...]:
+    """Returns the notes that all plans have, such as those on techniques that are left out."""
+    first, *others = tradeoff.points or (tradeoff.as_it_is,)
+    return tuple(note for note in first.notes if all(note in plan.notes for plan in others))
 
 
 def _table(tradeoff: Tradeoff) -> Table:

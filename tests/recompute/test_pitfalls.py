@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import io
 import random
 
 import numpy
@@ -10,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from rich.console import Console
 
 import planner
 from planner import rewrite
+from planner.cli.tradeoff_report import render_tradeoff
 from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.recording.saved_tensors import let_checkpoints_get_the_same_inputs
 from planner.virtual_gpu.forked_process import run_in_child
@@ -462,6 +465,9 @@ def test_a_front_goes_on_without_a_technique_whose_step_cannot_be_rehearsed():
     found = planner.tradeoff(SetsContext(), batch, gpu="bare", optimizer="sgd", forbid=forbid)
     assert found.complete
     assert any(decision.kind == "offload" for plan in found.points for decision in plan.decisions)
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(render_tradeoff(found))
+    assert "note: left out (checkpoint of blocks.{0-3}): " in console.export_text()
 
 
 class ChecksIdentity(torch.nn.Module):
