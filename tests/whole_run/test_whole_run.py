@@ -294,7 +294,7 @@ def test_a_saved_run_is_simulated_again(folder):
     saved, again = folder / "plan.json", folder / "again.json"
     run = ["--lengths", str(folder / "lengths.txt"), "--eval-batch-size", "8", "--between", "average"]
     arguments = [str(folder), "--gpu", "rtx-3060", "--batch-size", "4", "--pad-to-multiple-of", "48", *run]
-    assert main([*arguments, "--vram", "1GiB", "--only", "", "--fidelity", "exact", "--save", str(saved)]) == 0
+    assert main([*arguments, "--vram", "1GiB", "--only", "offload", "--fidelity", "exact", "--save", str(saved)]) == 0
     assert main([str(saved), "--save", str(again)]) == 0
     plan, found = Plan.load(saved), Plan.load(again)
     assert found.run == plan.run and found.fits
