@@ -436,8 +436,8 @@ FAULTS = (
     Fault(
         name="recompute-leaves-out-one-module-of-many",
         path="planner/choose/searches.py",
-        old="alike = tuple(path for path, module in model.named_modules() if type(module) is kind_of_module)",
-        new="alike = (decision.modules[0],)",
+        old="    return tuple(other for other, module in model.named_modules() if type(module) is kind)",
+        new="    return (path,)",
         tests=(
             "tests/recompute/test_left_out.py"
             "::test_a_technique_is_left_out_only_for_modules_of_the_class_with_which_it_fails",
@@ -447,7 +447,7 @@ FAULTS = (
     Fault(
         name="recompute-leaves-out-in-every-precision",
         path="planner/choose/candidates.py",
-        old="for under, kind, module in excluded if under == precision}",
+        old="for under, kind, module in excluded if under == setting}",
         new="for under, kind, module in excluded}",
         tests=(
             "tests/recompute/test_left_out.py::test_a_technique_that_fails_in_one_precision_is_left_out_only_there",

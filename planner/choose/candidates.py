@@ -19,10 +19,10 @@ from planner.choose.choice import Choice
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
 from planner.estimate.footprint import granularity_bytes, with_whole_batch
-from planner.plan_types.decision_base import Decision, Role, has_role, with_roles, without_roles
+from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.recompute.failing import Excluded
+from planner.recompute.failing import Excluded, setting_of
 from planner.recompute.programs import Program, Programs
 from planner.recompute.repeated_gathers import RepeatedGathers, gathered_once, repeated_gathers
 from planner.recompute.units import Units, units_of
@@ -63,8 +63,8 @@ class Candidate:
             sharding: how several cards train together; empty for one card.
         """
         self.config, self.split, self._kinds, self._programs = config, split, recompute, programs
-        precision = with_roles(config, Role.PRECISION)
-        self._excluded = {(kind, module) for under, kind, module in excluded if under == precision}
+        setting = setting_of((*config, *split.decisions()))
+        self._excluded = {(kind, module) for under, kind, module in excluded if under == setting}
         self._watch = watch or Watch()
         self._graph, self._granularity_bytes = graph, granularity_bytes(card)
         self._host_copies = roofline.HostCopies(card=card, repeats=roofline.repetitions(graph, split.micro_batches))

@@ -33,7 +33,7 @@ from planner.plan_types.decision_base import Decision, Role, has_role, with_role
 from planner.plan_types.plan import Relaxation, Shortfall
 from planner.plan_types.recompute_decisions import Recomputing
 from planner.progress import TimeIsUp
-from planner.recompute.failing import failing
+from planner.recompute.failing import failing, setting_of
 from planner.recording.step_graph import Category
 from planner.search.threshold import first_true
 from planner.space.frozen_prefixes import prefixes
@@ -211,7 +211,7 @@ def certify(session: PlanningSession, choice: Choice, *, then: Choice | None = N
         failed = _failed(session, choice, error)
         if not failed:
             raise
-        session.searches.leave_out(failed, with_roles(choice.decisions, Role.PRECISION), session.workload.model)
+        session.searches.leave_out(failed, setting_of(choice.decisions), session.workload.model)
         raise _DroppedError from error
 
 

@@ -14,7 +14,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, without_roles
 from planner.plan_types.recompute_decisions import Recomputing
 from planner.plan_types.words import module_listing
-from planner.recompute.failing import Excluded
+from planner.recompute.failing import Excluded, Setting
 from planner.space.configurations import Config
 from planner.space.search_space import SearchSpace
 
@@ -24,15 +24,24 @@ class _Failure:
     """A technique with which the step fails."""
 
     kind: type[Decision]
-    precision: Config = ()
-    """The decisions about precision of the step that failed."""
+    setting: Setting = ((), False)
+    """The setting of the step that failed."""
     modules: tuple[str, ...] = ()
-    """Paths of the modules for which it is left out in this precision; empty if it is left out everywhere."""
+    """Paths of the modules for which it is left out in this setting; empty if it is left out everywhere."""
+
+    def may_occur(self, constraints: Constraints) -> bool:
+        """True if the constraints allow the technique and the setting."""
+        precision, is_split = self.setting
+        kinds = (self.kind, *map(type, precision))
+        return all(map(constraints.allow, kinds)) and (not is_split or constraints.allow(Role.MICRO_BATCHING))
 
     def described(self) -> str:
-        under = f", with {self.precision[0].describe()}" if self.precision else ""
+        if not self.modules:
+            return self.kind.kind
+        precision, is_split = self.setting
+        under = [decision.describe() for decision in precision] + ["micro-batches"] * is_split
         listed = module_listing(self.modules) if all(self.modules) else "the whole model"
-        return f"{self.kind.kind} of {listed}{under}" if self.modules else self.kind.kind
+        return f"{self.kind.kind} of {listed}{', with ' * bool(under)}{' and '.join(under)}"
 
 
 class Searches:
@@ -46,20 +55,23 @@ class Searches:
         """Add a chooser that searches under these constraints."""
         self._made.append((constraints, chooser))
 
-    def leave_out(self, failed: Mapping[Recomputing, StepError], precision: Config, model: torch.nn.Module) -> None:
+    def leave_out(self, failed: Mapping[Recomputing, StepError], setting: Setting, model: torch.nn.Module) -> None:
         """Leave decisions out of later searches, because a step with them has failed with these errors.
 
-        A decision with one module is left out, in this precision, for all modules of its class. Other decisions, and
-        those for which this was not enough, are left out as a whole.
+        A decision with one module is left out, in this setting, for all modules of its class. Other decisions are left
+        out for all modules. If this was not enough, the technique is left out everywhere.
         """
         for decision, error in failed.items():
-            failure = _Failure(kind=type(decision))
+            choices = [tuple(path for path, _ in model.named_modules()), ()]
             if len(set(decision.modules)) == 1:
-                kind_of_module = type(model.get_submodule(decision.modules[0]))
-                alike = tuple(path for path, module in model.named_modules() if type(module) is kind_of_module)
-                narrow = _Failure(kind=type(decision), precision=precision, modules=alike)
-                failure = failure if narrow in self._failed else narrow
-            self._failed[failure] = error
+                choices.insert(0, _alike(decision.modules[0], model))
+            failures = [
+                _Failure(kind=type(decision), setting=setting, modules=modules)
+                if modules
+                else _Failure(kind=type(decision))
+                for modules in choices
+            ]
+            self._failed[next((one for one in failures if one not in self._failed), failures[-1])] = error
 
     def is_left_out(self, kind: type[Decision]) -> bool:
         """True if the technique is left out for all modules."""
@@ -72,7 +84,7 @@ class Searches:
 
     def excluded(self) -> frozenset[Excluded]:
         """Returns the modules for which techniques are left out."""
-        return frozenset((one.precision, one.kind, module) for one in self._failed for module in one.modules)
+        return frozenset((one.setting, one.kind, module) for one in self._failed for module in one.modules)
 
     def error_of(self, kinds: Container[type[Decision]]) -> StepError | None:
         """Returns the first error because of which one of these techniques is left out; None if there is none."""
@@ -108,7 +120,7 @@ class Searches:
     def dropped(self, constraints: Constraints) -> tuple[str, ...]:
         """Returns notes on what these constraints allow but what could not be rehearsed."""
         errors = {config: error for chooser in self._under(constraints) for config, error in chooser.dropped.items()}
-        failed = ((one, error) for one, error in self._failed.items() if constraints.allow(one.kind))
+        failed = ((one, error) for one, error in self._failed.items() if one.may_occur(constraints))
         notes = [f"left out ({one.described()}): {error}" for one, error in failed]
         # One note for all micro-batch sizes of a configuration: a model that needs groups of samples fails with many.
         by_config: dict[Config, list[tuple[Config, StepError]]] = {}
@@ -119,3 +131,14 @@ class Searches:
             more = f", and {len(others)} other numbers of micro-batches" if others else ""
             notes.append(f"left out ({names}{more}): {error}")
         return tuple(notes)
+
+
+def _alike(path: str, model: torch.nn.Module) -> tuple[str, ...]:
+    """Returns the paths of the modules of the same class as that at `path`; only `path` for a container of torch.
+
+    Containers such as `Sequential` have different submodules.
+    """
+    kind = type(model.get_submodule(path))
+    if kind.__module__ == torch.nn.Sequential.__module__:
+        return (path,)
+    return tuple(other for other, module in model.named_modules() if type(module) is kind)

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.errors import StepError
-from planner.plan_types.decision_base import Decision
+from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
 from planner.plan_types.recompute_decisions import Recomputing
 
-Excluded = tuple[tuple[Decision, ...], type[Decision], str]
-"""Decisions about precision, a technique, and the path of a module to which it must not be applied then."""
+Setting = tuple[tuple[Decision, ...], bool]
+"""Decisions about precision, and True if the batch is split into micro-batches: a technique may fail only then."""
+Excluded = tuple[Setting, type[Decision], str]
+"""A setting, a technique, and the path of a module to which it must not be applied then."""
 ErrorWith = Callable[[Sequence[Recomputing]], StepError | None]
 """Rehearses the step with some of its decisions that recompute or offload. Returns its error; None if it runs."""
+
+
+def setting_of(decisions: Sequence[Decision]) -> Setting:
+    """Returns the setting of a step with these decisions."""
+    return with_roles(decisions, Role.PRECISION), has_role(decisions, Role.MICRO_BATCHING)
 
 
 def failing(used: Sequence[Recomputing], error_with: ErrorWith, error: StepError) -> dict[Recomputing, StepError]:

@@ -141,3 +141,70 @@ def test_a_technique_that_fails_in_one_precision_is_left_out_only_there():
     assert notes and all(
         note.startswith("left out (checkpoint of blocks.{0-2}, with mixed precision: ") for note in notes
     )
+
+
+class InSequences(nn.Module):
+    """Both kinds of blocks are in containers of the same class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad = nn.Sequential(*(NeedsAContext(under_autocast=False) for _ in range(2)))
+        self.good = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Tanh(), nn.Sigmoid()) for _ in "abcd"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        token = INSIDE.set(True)
+        x = self.bad(x)
+        INSIDE.reset(token)
+        for block in self.good:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_a_container_that_fails_does_not_take_the_technique_from_other_containers():
+    found = planner.plan(
+        InSequences(), {"x": torch.randn(4096, 64)}, vram="1MiB", gpu="bare", optimizer="sgd", only=["checkpoint"]
+    )
+    assert {f"good.{number}" for number in range(3)} <= checkpointed(found)
+    assert not [module for module in checkpointed(found) if module == "bad"]
+
+
+class NeedsTwoSamples(nn.Module):
+    """Its forward cannot be run again with a single sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not INSIDE.get() and len(x) < 2:
+            raise RuntimeError("needs two samples")
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class InsideAContext(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        token = INSIDE.set(True)
+        x = super().forward(x)
+        INSIDE.reset(token)
+        return x.square().mean()
+
+
+def test_a_technique_that_fails_with_micro_batches_is_left_out_only_there():
+    def plan(*only: str) -> planner.Plan:
+        model, batch = InsideAContext(*(NeedsTwoSamples() for _ in range(6))), torch.randn(2, 4096, 64)
+        return planner.plan(
+            model,
+            batch,
+            vram="1MiB",
+            gpu="bare",
+            optimizer="sgd",
+            only=[*only],
+            loss_fn=lambda output, batch: output,
+        )
+
+    both, alone = plan("checkpoint", "accumulation"), plan("checkpoint")
+    assert both.total_bytes <= alone.total_bytes
+    assert checkpointed(alone)
+    assert not [note for note in alone.notes if "with micro-batches" in note]
