@@ -68,7 +68,7 @@ class Cards:
             if not copies_and_shards or self.mesh[0] * self.mesh[1] != self.count:
                 raise WorkloadError(
                     f"a mesh of {' x '.join(map(str, self.mesh))} cannot be used with {self.count} cards: it needs at "
-                    "least two copies of the model and two cards for each copy, and all cards; "
+                    f"least two copies of the model, two cards for each copy, and {self.count} cards in all; "
                     f"{_mesh_advice(self.count)}"
                 )
             if self.way in ("ddp", "zero1"):

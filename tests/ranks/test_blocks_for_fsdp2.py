@@ -225,7 +225,7 @@ def test_weights_of_a_batch_norm_are_not_gathered_in_bf16():
     options = {"vram": "2GiB", "cards": 2, "sharding": "fsdp", "gpu": "rtx-3090"}
     found = planner.plan(Normalized(), given, **options)
     assert found.fits and not any(decision.kind == "sharded-precision" for decision in found.decisions)
-    assert any("'blocks.0.1' needs one dtype for its parameters" in note for note in found.notes)
+    assert any("parameters of 'blocks.0.1' need the dtype of its running statistics" in note for note in found.notes)
     with pytest.raises(StepError, match="tensors of one dtype"):
         planner.plan(Normalized(), given, force=["sharded-precision"], **options)
 

@@ -78,7 +78,10 @@ def test_the_ways_are_those_that_the_user_allows():
     {
         "no number": ({"count": 1}, "1 is not a number of cards"),
         "another mesh": ({"count": 8, "mesh": (2, 2)}, "a mesh of 2 x 2 cannot be used with 8 cards: .*, such as 2x4$"),
-        "a mesh of one copy": ({"count": 20, "mesh": (1, 20)}, "a mesh of 1 x 20 is not one .*, such as 4x5$"),
+        "a mesh of one copy": (
+            {"count": 20, "mesh": (1, 20)},
+            "a mesh of 1 x 20 cannot be used with 20 cards: .*, such as 4x5$",
+        ),
         "a prime number of cards": ({"count": 7, "mesh": (2, 4)}, "leave the mesh out: 7 cards cannot be divided"),
         "copies in a mesh": ({"count": 8, "mesh": (2, 4), "way": "ddp"}, "a mesh is for sharded models"),
         "offloaded copies": ({"count": 8, "way": "zero1", "offload": True}, "offloading is for sharded models"),

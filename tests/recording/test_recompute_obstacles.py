@@ -120,7 +120,7 @@ def test_a_module_whose_attributes_change_after_its_call_is_not_recomputed(model
 def test_an_error_of_a_recomputed_module_is_reported_with_its_name():
     found = plan_of(EmptiesADict())
     assert found.shortfall is not None and not found.decisions
-    [note] = [note for note in found.notes if note.startswith("left out (checkpoint): backward failed")]
+    [note] = [note for note in found.notes if note.startswith("left out (checkpoint of blocks.")]
     assert "KeyError: 'x' (in 'blocks." in note
 
 
