@@ -185,4 +185,23 @@ FAULTS = (
         tests=("tests/derive/test_shortening.py::test_the_search_gets_the_update_of_all_layers",),
         why="under fp16 the search sees an update without the gradient scaler",
     ),
+    Fault(
+        name="updates-in-backward-not-compared",
+        path="planner/derive/same_step.py",
+        old="begin, self._end = graph.step_starts[-1], graph.gradients_end",
+        new="begin, self._end = graph.step_starts[-1], graph.update_tick or 0",
+        tests=(
+            "tests/derive/test_shortening.py::test_lengthened_recordings_are_dropped_if_another_precision_shows_a_difference",
+        ),
+        why="two recordings with updates inside of the backward are taken for equal, whatever they contain",
+    ),
+    Fault(
+        name="updates-in-backward-recorded-in-all-layers",
+        path="planner/choose/recordings.py",
+        old="            and not has_role(decisions, Role.FREEZING)\n",
+        new="            and not has_role(decisions, Role.FREEZING)\n"
+        "            and not any(decision.steps_in_backward for decision in decisions)\n",
+        tests=("tests/derive/test_shortening.py::test_recordings_with_updates_inside_of_the_backward_are_lengthened",),
+        why="planning waits for a recording of all layers, which takes several times as long",
+    ),
 )

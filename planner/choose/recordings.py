@@ -5,7 +5,8 @@ recordings with micro-batches of two small sizes are extrapolated to the size as
 because it needs groups of samples, is recorded at each size that is asked for. For a configuration with another
 optimizer, only the update is recorded, and it replaces the update in the recording of the step (`graft_update`), unless
 the update is part of the backward. Of many identical layers only a few are recorded if the baseline shows that this is
-right (`Shortening`), and the recording is lengthened (`lengthen`); the update is then recorded for all layers.
+right (`Shortening`), and the recording is lengthened (`lengthen`). An update after the backward is then recorded for
+all layers.
 """
 
 from __future__ import annotations
@@ -227,7 +228,6 @@ class Recordings:
             bool(self._shortening.runs and sizes)
             and self._start_update is not None
             and not has_role(decisions, Role.FREEZING)
-            and not any(decision.steps_in_backward for decision in decisions)
         )
 
     def _is_lengthened(self, part: _Key) -> bool:

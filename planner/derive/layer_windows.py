@@ -43,7 +43,7 @@ class Ticks:
     """The ticks of the longer recording, by those of the shorter one."""
 
     def __init__(self, graph: StepGraph, run: LayerRun, windows: Sequence[Window]) -> None:
-        self.run, self.end = run, graph.update_tick or 0
+        self.run, self.end = run, graph.gradients_end
         self.begin = graph.step_starts[0]
         self._windows = sorted(windows, key=lambda window: window.start)
         self._starts = [window.start for window in self._windows]

@@ -9,7 +9,8 @@ next layer frees dies in the forward window of the owner plus one.
 
 The two layers in the middle must agree in all this. Then each layer that was left out gets a copy of what the first of
 them has. The result has the same memory curve as a recording of the whole model, tick by tick, from the first op of the
-forward to the update (tests compare the two). The update is not lengthened: `graft_update` replaces it.
+forward to the update (tests compare the two). An update after the backward is not lengthened: `graft_update` replaces
+it. Updates inside of the backward are lengthened with it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from planner.derive.graft_optimizer import can_be_grafted
 from planner.derive.layer_windows import FARTHEST, NotAlikeError, Pass, Ticks, Window, in_turn, windows_of
 from planner.derive.owned_items import Owned
 from planner.recording.repeats.layer_runs import LayerRun
@@ -31,9 +31,9 @@ def lengthened(graph: StepGraph, run: LayerRun) -> StepGraph | None:
     """Returns the recording with all layers of a run; None if it cannot be known from those that were rehearsed.
 
     Args:
-        graph: a what-if recording of one step of the shortened model, for which `can_be_grafted` is true.
+        graph: a what-if recording of one step of the shortened model, whose optimizer state existed before the step.
     """
-    if not can_be_grafted(graph):
+    if not graph.primed or graph.steps != 1:
         return None
     try:
         return _Lengthening(graph, run).result()
@@ -79,7 +79,7 @@ class _Lengthening:
             saves=[self._save(*place) for place in self._saves.places],
             calls=[self._call(*place) for place in self._calls.places],
             ticks=ticks.moved(graph.ticks, None, None),
-            update_tick=ticks.moved(ticks.end, None, None),
+            update_tick=None if graph.update_tick is None else ticks.moved(ticks.end, None, None),
             cache_releases=tuple(ticks.moved(tick, None, None) for tick in graph.cache_releases),
             module_types={name: kind for path, kind in graph.module_types.items() for name in self._with_copies(path)},
             batch_statistics=tuple(name for path in graph.batch_statistics for name in self._with_copies(path)),
@@ -390,7 +390,7 @@ def _ticks_of(save: Save) -> tuple[int | None, ...]:
 
 def _check_ticks(graph: StepGraph) -> None:
     """Raises `NotAlikeError` if two events of the step, up to its update, have the same tick."""
-    begin, end = graph.step_starts[0], graph.update_tick or 0
+    begin, end = graph.step_starts[0], graph.gradients_end
     events = [op.tick for op in graph.ops]
     events += [tick for storage in graph.storages for life in storage.lives for tick in life]
     events += [tick for save in graph.saves for tick in _ticks_of(save) if tick is not None]

@@ -20,7 +20,7 @@ def is_same_step(graph: StepGraph | None, other: StepGraph) -> bool:
     ignored, because they are added after the recording. False if `graph` is None.
 
     Args:
-        graph, other: recordings with an `update_tick`.
+        graph, other: recordings. If one has no `update_tick`, all of its last step is compared.
     """
     return graph is not None and _Step(graph).events() == _Step(other).events()
 
@@ -29,7 +29,7 @@ class _Step:
     """The last step of a recording, with ticks relative to the first op of its forward."""
 
     def __init__(self, graph: StepGraph) -> None:
-        begin, self._end = graph.step_starts[-1], graph.update_tick or 0
+        begin, self._end = graph.step_starts[-1], graph.gradients_end
         self._graph = graph
         self._ops = [op for op in graph.ops if begin < op.tick < self._end]
         self._start = self._ops[0].tick if self._ops else self._end

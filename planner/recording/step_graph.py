@@ -244,6 +244,11 @@ class StepGraph:
     ops_differ: bool = False
     """True if the forwards of the steps ran different ops, such as those that fill a cache in the first forward."""
 
+    @property
+    def gradients_end(self) -> int:
+        """`update_tick`, or the number of ticks if it is None."""
+        return self.ticks if self.update_tick is None else self.update_tick
+
     def enclosing(self, call: int | None) -> list[int]:
         """Returns the indices of a call and of the calls in which it is nested, innermost first; empty for None."""
         chain = []

@@ -10,11 +10,12 @@ from planner.choose import planning_session
 from planner.choose.recordings import Recordings
 from planner.choose.shortening import runs_to_shorten
 from planner.derive.same_step import is_same_step
-from planner.plan_types.decisions import Accumulation, Optimizer, Precision
+from planner.plan_types.decisions import Accumulation, Optimizer, Precision, StepInBackward
 from planner.plan_types.plan import Plan
 from planner.recording.step_graph import Category
 from planner.space.micro_batches import MicroBatching
 from planner.workload.workload import workload
+from tests.support import lengthening
 from tests.support.lengthening import (
     LAYERS,
     assert_equal,
@@ -147,8 +148,9 @@ def test_a_recording_that_cannot_be_lengthened_does_not_keep_others_from_it():
     assert known.runs
 
 
-def test_lengthened_recordings_are_dropped_if_another_precision_shows_a_difference():
-    work, bf16 = stack("no autocast"), (Precision(dtype="bf16"),)
+@pytest.mark.parametrize("update", [(), (StepInBackward(),)], ids=["after the backward", "inside of it"])
+def test_lengthened_recordings_are_dropped_if_another_precision_shows_a_difference(update):
+    work, bf16 = stack("no autocast"), (Precision(dtype="bf16"), *update)
     known = shortening(work)
     recordings, whole = recordings_of(work, known), MicroBatching(micro_batches=1, size=work.batch_size)
     copy = recordings.finished_by(lambda graph: graph)
@@ -156,7 +158,7 @@ def test_lengthened_recordings_are_dropped_if_another_precision_shows_a_differen
     assert known.runs and not is_same_step(wrong, full)
     recordings.of((), whole)
     assert not recordings.drop_if_wrong(())
-    assert recordings.drop_if_wrong((*bf16, Optimizer(), SPLIT))
+    assert recordings.drop_if_wrong((*bf16, Optimizer(), SPLIT) if not update else bf16)
     assert is_same_step(copy.of(bf16, whole), full)
     assert not recordings.drop_if_wrong(bf16)
 
@@ -177,6 +179,18 @@ def test_a_plan_is_as_good_as_with_recordings_of_all_layers_if_another_precision
     assert dropped[0]
     assert plan.decisions == other.decisions
     assert plan.solver.promised_bytes == plan.solver.certified_bytes == other.solver.certified_bytes
+
+
+@pytest.mark.parametrize("update", [(), (Optimizer(),)], ids=["the user's optimizer", "8-bit optimizer"])
+def test_recordings_with_updates_inside_of_the_backward_are_lengthened(monkeypatch, update):
+    work, config = layers("one after the other"), (*update, StepInBackward())
+    full, runs = recorded(work, None, config), []
+    start = lengthening.start_rehearsal
+    monkeypatch.setattr(lengthening, "start_rehearsal", lambda *a, **kw: runs.append(kw["runs"]) or start(*a, **kw))
+    longer = recorded(work, shortening(work), config)
+    assert runs == [runs_to_shorten(work)]
+    assert_equal(longer, full)
+    assert longer.bytes_of(Category.OPTIMIZER_STATE) == full.bytes_of(Category.OPTIMIZER_STATE)
 
 
 def test_copies_of_recordings_share_what_is_known_about_shortened_runs():
