@@ -193,6 +193,12 @@ def test_recordings_with_updates_inside_of_the_backward_are_lengthened(monkeypat
     assert longer.bytes_of(Category.OPTIMIZER_STATE) == full.bytes_of(Category.OPTIMIZER_STATE)
 
 
+def test_recordings_with_updates_inside_of_the_backward_are_compared_op_by_op():
+    work, config = stack("another kernel for equal shapes"), (StepInBackward(),)
+    longer, full = with_all_layers(shortened(work, config), work), recorded(work, None, config)
+    assert not is_same_step(longer, full)
+
+
 def test_copies_of_recordings_share_what_is_known_about_shortened_runs():
     work = layers("one after the other")
     recordings = recordings_of(work, shortening(work))
