@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from planner.estimate import roofline
 from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
 from planner.profiles.device import DeviceProfile
@@ -19,6 +21,34 @@ class LeastUpdate:
     """Time in nanoseconds to read parameters, gradients and state once, and to write parameters and state once."""
     state_bytes: int | None
     """Bytes of optimizer state of all trained parameters; None if the state is the same as in the baseline."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherUpdate:
+    """What another optimizer update needs at least, in a recording with the baseline's update."""
+
+    state_bytes: int | None
+    """Lower bound on the bytes of the optimizer state; None if the state is the same as in the recording."""
+    gradients: bool
+    """True if all gradients are kept until the update; False if the update runs inside of the backward."""
+
+    def least_bytes(self, alive_bytes: np.ndarray, graph: StepGraph, *, granularity_bytes: int) -> np.ndarray:
+        """Returns int64[ticks]: bytes that are alive at least with this update; 0 while it runs.
+
+        Args:
+            alive_bytes: int64[ticks], bytes that are alive in the recording.
+            graph: a recording whose `update_tick` is known.
+            granularity_bytes: storage sizes are rounded up to multiples of it.
+        """
+        least = alive_bytes.copy()
+        if self.state_bytes is not None:
+            least -= max(graph.bytes_of(Category.OPTIMIZER_STATE) - self.state_bytes, 0)
+        if not self.gradients:
+            storages = [storage for storage in graph.storages if storage.category is Category.GRADIENT]
+            only = dataclasses.replace(graph, storages=storages, saves=[])
+            least -= only.live_bytes(granularity_bytes=granularity_bytes)[: len(least)]
+        least[graph.update_tick :] = 0
+        return least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +89,14 @@ class Bounds:
         """
         least = self.least_update(decisions)
         return 0 if least is None else max(optimizer_ns - least.ns, 0)
+
+    def other_update(self, decisions: tuple[Decision, ...]) -> OtherUpdate:
+        """Returns what the optimizer update of `decisions` needs at least."""
+        least = self.least_update(decisions)
+        return OtherUpdate(
+            state_bytes=None if least is None else least.state_bytes,
+            gradients=not any(decision.steps_in_backward for decision in decisions),
+        )
 
     def least_update(self, decisions: tuple[Decision, ...]) -> LeastUpdate | None:
         """Returns lower bounds on the optimizer update of `decisions`; None if they leave the optimizer unchanged."""

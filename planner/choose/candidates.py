@@ -9,12 +9,13 @@ are first needed.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterable
 
-from planner.choose.bounds import optimizer_ns
+import numpy as np
+
+from planner.choose.bounds import OtherUpdate, optimizer_ns
 from planner.choose.choice import Choice
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
@@ -26,7 +27,7 @@ from planner.recompute.failing import Excluded, setting_of
 from planner.recompute.programs import Program, Programs
 from planner.recompute.repeated_gathers import RepeatedGathers, gathered_once, repeated_gathers
 from planner.recompute.units import Units, units_of
-from planner.recording.step_graph import Category, StepGraph
+from planner.recording.step_graph import StepGraph
 from planner.search import milp
 from planner.search.problem import Selection
 from planner.space.lm_head import ChunkedLossOption
@@ -77,8 +78,8 @@ class Candidate:
         self._gather_ns = roofline.step_ns(graph, card, split.micro_batches) - self.step_ns if self._gathers else 0
         self.optimizer_ns = optimizer_ns(graph, self._op_ns)
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
-        self._could_pay: dict[tuple[int, int | None, bool, int | None], bool] = {}
-        self._relaxed: dict[tuple[int | None, bool], milp.Search] = {}
+        self._could_pay: dict[tuple[int, OtherUpdate, int | None, bool], bool] = {}
+        self._relaxed: dict[OtherUpdate, milp.Search] = {}
         self._smallest: Selection | None = None
         """The selection with the smallest peak; None if it is not known."""
         self._above_bytes = 0.0
@@ -87,7 +88,12 @@ class Candidate:
     @functools.cached_property
     def peak_bytes(self) -> int:
         """Peak of the tensors without recompute."""
-        return int(self._gathered_once.live_bytes(granularity_bytes=self._granularity_bytes).max())
+        return int(self._live_bytes.max())
+
+    @functools.cached_property
+    def _live_bytes(self) -> np.ndarray:
+        """int64[ticks]: bytes of the tensors without recompute."""
+        return self._gathered_once.live_bytes(granularity_bytes=self._granularity_bytes)
 
     @functools.cached_property
     def _program(self) -> Program:
@@ -153,53 +159,46 @@ class Candidate:
             )
         return self._cheapest[asked]
 
-    def could_pay(self, budget_bytes: int, *, state_bytes: int | None, gradients: bool, below_ns: int | None) -> bool:
+    def could_pay(
+        self, budget_bytes: int, update: OtherUpdate, *, below_ns: int | None, recompute: bool = True
+    ) -> bool:
         """Returns False if it is proven that no plan with another optimizer update fits at a cost below `below_ns`.
 
-        This is decided by a relaxation of the candidate's integer program, which ignores the memory that the other
-        update needs while it runs.
+        The memory that the other update needs while it runs is ignored. If the step then fits without recompute, the
+        answer is True. Otherwise a relaxation of the candidate's integer program decides.
 
         Args:
             budget_bytes: maximum peak of the tensors.
-            state_bytes: lower bound on the optimizer state with the other update; None for the state of this candidate.
-            gradients: True if all gradients are kept until the update; False if the update runs inside the backward.
             below_ns: limit of the cost of recompute; None for no limit.
+            recompute: False if only plans without recompute count.
         """
-        asked = (budget_bytes, state_bytes, gradients, below_ns)
+        asked = (budget_bytes, update, below_ns, recompute)
         if asked not in self._could_pay:
             self._could_pay[asked] = self._has_relaxed_plan(*asked)
         return self._could_pay[asked]
 
-    def _has_relaxed_plan(
-        self, budget_bytes: int, state_bytes: int | None, gradients: bool, below_ns: int | None
-    ) -> bool:
+    def _has_relaxed_plan(self, budget_bytes: int, update: OtherUpdate, below_ns: int | None, recompute: bool) -> bool:
         if self._graph.update_tick is None:
             return True
-        if (state_bytes, gradients) not in self._relaxed:
-            self._relaxed[state_bytes, gradients] = self._relaxed_search(state_bytes, gradients)
+
+        def relaxed(alive_bytes: np.ndarray) -> np.ndarray:
+            return update.least_bytes(alive_bytes, self._graph, granularity_bytes=self._granularity_bytes)
+
+        fits = bool(relaxed(self._live_bytes).max() <= budget_bytes)
+        if fits or not recompute:  # the units of a large model take seconds to build
+            return fits
+        if update not in self._relaxed:
+            self._relaxed[update] = self.search.with_fixed_bytes(relaxed(self.units.problem.fixed_bytes))
         try:
-            tolerance_ns = self.step_ns if below_ns is None else below_ns
-            found = self._relaxed[state_bytes, gradients].solve(
+            found = self._relaxed[update].solve(
                 budget_bytes,
                 time_limit_seconds=self._solver_seconds(),
-                tolerance_ns=tolerance_ns,
+                tolerance_ns=self.step_ns if below_ns is None else below_ns,
                 below_ns=below_ns,
             )
             return found is not None
         except milp.SearchTimeout:
             return True
-
-    def _relaxed_search(self, state_bytes: int | None, gradients: bool) -> milp.Search:
-        """Returns the integer program without the bytes that another update saves, and without those of the update."""
-        fixed = self.units.problem.fixed_bytes.copy()
-        if state_bytes is not None:
-            fixed -= max(self._graph.bytes_of(Category.OPTIMIZER_STATE) - state_bytes, 0)
-        if not gradients:
-            gradient_storages = [s for s in self._graph.storages if s.category is Category.GRADIENT]
-            gradients_only = dataclasses.replace(self._graph, storages=gradient_storages, saves=[])
-            fixed -= gradients_only.live_bytes(granularity_bytes=self._granularity_bytes)[: len(fixed)]
-        fixed[self._graph.update_tick :] = 0
-        return self.search.with_fixed_bytes(fixed)
 
     def smallest(self, *, most_bytes: float = math.inf) -> Selection | None:
         """Returns the selection of units with the smallest peak; among several, a cheap one.
@@ -243,7 +242,8 @@ class Candidate:
     def decisions(self, units: tuple[int, ...]) -> tuple[Decision, ...]:
         """Returns the decisions of the plan that recomputes or offloads `units`: configuration, split and units."""
         if not self._gathers:
-            return (*self.config, *self.split.decisions(), *self.units.decisions(units))
+            chosen = self.units.decisions(units) if units else ()  # units take long to build if none is selected
+            return (*self.config, *self.split.decisions(), *chosen)
         again = self.units.gathered(units)
         sharding = tuple(way.gathering_again(again) for way in self._sharding)
         changed = () if sharding == self._sharding else sharding

@@ -183,13 +183,10 @@ class Chooser:
             (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs
         )
         for config in configs:
-            least = self._bounds.least_update(config)
-            state_bytes = None if least is None else least.state_bytes
+            update = dataclasses.replace(self._bounds.other_update(config), gradients=False)
             for split in self.configurations.splits(config)[-1:]:
                 candidate = self._bounding(self._simpler(config), split)
-                yield candidate is None or candidate.could_pay(
-                    budget_bytes, state_bytes=state_bytes, gradients=False, below_ns=None
-                )
+                yield candidate is None or candidate.could_pay(budget_bytes, update, below_ns=None)
 
     def _complete(self, choice: Choice, config: Config) -> Choice:
         return dataclasses.replace(choice, config=config, allocators=self._space.allocators)
@@ -302,7 +299,7 @@ class Chooser:
         This is decided without a recording of `config`, from the candidates of the simpler configuration (`_simpler`).
         Their integer program, minus the bytes that the update of `config` saves, is a relaxation of its program.
         """
-        simpler, least = self._simpler(config), self._bounds.least_update(config)
+        simpler, update = self._simpler(config), self._bounds.other_update(config)
         if simpler == config:
             return True
         for number, split in enumerate(self.configurations.splits(config)):
@@ -316,11 +313,8 @@ class Chooser:
                 below_ns = math.floor(limit_ns) - (candidate.step_ns - saved_ns)
                 if below_ns <= 0:
                     return False  # and later splits take even longer
-            if self.configurations.could_use_chunks(config):
-                below_ns = 1  # such a configuration is tried without recompute only (`_fastest_of`)
-            state_bytes = None if least is None else least.state_bytes
-            gradients = not any(decision.steps_in_backward for decision in config)
-            if candidate.could_pay(budget_bytes, state_bytes=state_bytes, gradients=gradients, below_ns=below_ns):
+            recompute = not self.configurations.could_use_chunks(config)  # as in `_fastest_of`
+            if candidate.could_pay(budget_bytes, update, below_ns=below_ns, recompute=recompute):
                 return True
         return False
 

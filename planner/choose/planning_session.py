@@ -114,7 +114,6 @@ class PlanningSession:
         """False if convolutions whose workspace does not fit may run a slower algorithm, as in PyTorch."""
         self._start_forward = start_forward
         self.searches = Searches()
-        self._lower_bounds: dict[tuple[Decision, ...], int] = {}
 
     def search_space(self, constraints: Constraints) -> SearchSpace:
         """Return the search space of the plan. Raises `DecisionError` if a forced technique cannot be used."""
@@ -194,7 +193,7 @@ class PlanningSession:
         config, whole = (() if () in precisions else precisions[-1]), MicroBatching(micro_batches=1, size=size)
         self._guessed_trained = self.recordings.trained(config, whole)
         other = self._copy()
-        other._lower_bounds, other.searches = {}, Searches()
+        other.searches = Searches()
         other.baseline_graph = self.recordings.of(config, whole)
         return other
 
@@ -373,17 +372,14 @@ class PlanningSession:
         alternatives, fastest = self._with_each_allocator(certified.choice), self._takes_fastest
         return smallest_of(certified.graph, self.card, alternatives, fastest=fastest, above_bytes=above_bytes)
 
-    def lower_bound_bytes(self, config: tuple[Decision, ...]) -> int:
-        """Returns a lower bound in bytes on the peak of every plan with this configuration."""
-        if config not in self._lower_bounds:
-            self._lower_bounds[config] = lower_bound_bytes(
-                self.workload,
-                self._trained,
-                optimizer_peak_bytes=optimizer_peak_bytes(self.baseline_graph),
-                state_bytes=self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE),
-                config=config,
-            )
-        return self._lower_bounds[config]
+    @functools.cached_property
+    def lower_bound_bytes(self) -> Callable[[tuple[Decision, ...]], int]:
+        """Returns for a configuration a lower bound in bytes on the peak of every plan with it."""
+        known = {
+            "optimizer_peak_bytes": optimizer_peak_bytes(self.baseline_graph),
+            "state_bytes": self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE),
+        }
+        return functools.cache(lambda config: lower_bound_bytes(self.workload, self._trained, **known, config=config))
 
     def _slowest_ns(self, constraints: Constraints) -> float:
         allowed = constraints.max_slowdown
