@@ -70,6 +70,7 @@ ONE_CARD = {
     "GPT-2, 8 x 1024, 4 GiB": "gpt2 --vram 4GiB --batch-size 8 --seq-len 1024 --gpu rtx-3090",
     "Llama-1B, 2 x 1024, 16 GiB": "llama_1b --vram 16GiB --batch-size 2 --seq-len 1024 --gpu rtx-4090",
     "Llama-1B, LoRA, 4 x 1024, 6 GiB": "llama_1b --vram 6GiB --batch-size 4 --seq-len 1024 --gpu rtx-3090 --lora 16",
+    "Llama-1B, LoRA, 4 x 1024, 5 GiB": "llama_1b --vram 5GiB --batch-size 4 --seq-len 1024 --gpu rtx-2060 --lora 16",
     "Llama-3-8B, 1 x 2048, 141 GB": f"llama_8b --vram 141GB --batch-size 1 --seq-len 2048 {H200}",
     "Llama-3-8B, 1 x 2048, 80 GB": f"llama_8b --vram 80GB --batch-size 1 --seq-len 2048 {H100}",
     "Llama-3-8B, QLoRA, 1 x 2048, 12 GiB": "llama_8b --vram 12GiB --batch-size 1 --seq-len 2048 --gpu rtx-4090 "

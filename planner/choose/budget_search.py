@@ -62,23 +62,24 @@ def search(
         hopeless: the search ends with None after this number of certificates if no plan has fit.
     """
     best: P | None = None
-    plan = propose(budgets.budget_of, math.inf)
+    fits = False
     for attempt in range(attempts):
         if best is None and attempt == hopeless:
             break
         below_ns = math.inf if best is None else best.step_ns / tie
+        # After a plan that fits, the limits are raised first: it was the fastest plan within the present limits.
+        plan = None if fits else propose(budgets.budget_of, below_ns)
         # No plan is left within these limits: raise the limits under which a faster plan may exist, or stop.
         while plan is None:
             if not budgets.widen(None if best is None else best.step_ns):
                 return best
             plan = propose(budgets.budget_of, below_ns)
         short_bytes = short_bytes_of(plan)
-        if short_bytes <= 0:
+        fits = short_bytes <= 0
+        if fits:
             best = plan
         else:
             budgets.fail(plan.config, promised_bytes=plan.peak_bytes, short_bytes=short_bytes, step_ns=plan.step_ns)
-        # After a plan that fits, the limits are raised first: it was the fastest plan within the present limits.
-        plan = None if short_bytes <= 0 else propose(budgets.budget_of, below_ns)
     return best
 
 

@@ -166,7 +166,7 @@ def fastest(
     Raises:
         TimeIsUp: the session's time is up; `session.best_known` is the best plan so far.
     """
-    return _search(session, space, constraints, attempts=attempts)[0]
+    return _search(session, space, constraints, attempts)[0]
 
 
 def certify_found(session: PlanningSession, find: Callable[[], Choice]) -> Certified:
@@ -249,18 +249,22 @@ def check_recordings(session: PlanningSession, certified: Certified) -> None:
 
 
 def _search(
-    session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int
+    session: PlanningSession, space: SearchSpace, constraints: Constraints, attempts: int, most_bytes: int | None = None
 ) -> tuple[Certified | None, tuple[Certified, ...]]:
-    """Returns the fastest plan that fits (None if no plan fits), and all plans that were certified on the way."""
-    return repeated_if_dropped(session, lambda: _search_once(session, space, constraints, attempts=attempts))
+    """Returns the fastest plan that fits (None if no plan fits), and all plans that were certified on the way.
+
+    Args:
+        most_bytes: maximum number of bytes that a plan may promise; None for those of the budget.
+    """
+    return repeated_if_dropped(session, lambda: _search_once(session, space, constraints, attempts, most_bytes))
 
 
 def _search_once(
-    session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int
+    session: PlanningSession, space: SearchSpace, constraints: Constraints, attempts: int, most_bytes: int | None
 ) -> tuple[Certified | None, tuple[Certified, ...]]:
     session.watch.stage("searching")
-    chooser, budget_bytes = session.chooser(space, constraints), session.budget.tensor_bytes
-    if chooser.fastest(budget_bytes) is None:
+    chooser, budget_bytes = session.chooser(space, constraints), most_bytes or session.budget.tensor_bytes
+    if most_bytes is None and chooser.fastest(budget_bytes) is None:
         budget_bytes = session.budget.allocator_bytes  # the slack may be smaller than its first estimate
     tried: dict[Choice, Certified] = {}
 
@@ -303,14 +307,17 @@ def smallest(session: PlanningSession, space: SearchSpace, constraints: Constrai
     # So search first within the same total, then within a total that is one segment smaller. A plan with micro-batches
     # is compared with faster plans in any case: the smallest promise may take many that save nothing of the total.
     for less_bytes in (0, *[SMALL_SEGMENT_BYTES] * _DESCENTS):
-        slack_bytes = smallest.measured.footprint.reserved_bytes - smallest.choice.peak_bytes
-        total_bytes = smallest.measured.footprint.total_bytes
+        footprint = smallest.measured.footprint
+        reserved_bytes, total_bytes = footprint.reserved_bytes, footprint.total_bytes
+        slack_bytes = reserved_bytes - smallest.choice.peak_bytes
         is_split = not less_bytes and has_role(smallest.choice.decisions, Role.MICRO_BATCHING)
-        is_tight = slack_bytes <= _LARGE_SLACK * total_bytes and not is_split
-        if smallest.measured.fits or is_tight:
+        if smallest.measured.fits or not (is_split or slack_bytes > _LARGE_SLACK * total_bytes):
             return smallest
         at_total = session.with_budget(total_bytes - less_bytes)
-        certified, tried = _search(at_total, space, constraints, attempts=_FEW_ATTEMPTS)
+        attempts, most_bytes = _FEW_ATTEMPTS, None
+        if slack_bytes <= _LARGE_SLACK * reserved_bytes:  # a faster plan within the total can promise only little more
+            attempts, most_bytes = 1, smallest.choice.peak_bytes + reserved_bytes // _FINEST_STEP
+        certified, tried = _search(at_total, space, constraints, attempts, most_bytes)
         if certified is None and less_bytes:
             break
         if tried:
