@@ -3,7 +3,8 @@
 The chooser *promises* a peak of tensors for each plan. Whether the plan fits is known only from its certificate, which
 also includes the allocator's slack (rounding and fragmentation). The slack is not known in advance, and it differs
 between configurations: a loss in chunks leaves other holes than full logits. So this search limits the bytes that plans
-may promise, and adapts the limit in two stages:
+may promise, and adapts the limit in two stages. If the slack can be predicted, most plans that do not fit are not
+certified: a prediction is much quicker than a certificate.
 
 1. *One limit for all configurations* (`PromiseBudgets._together`). When a plan fails its certificate, the limit goes
    down by the bytes that the plan lacked (at least by a step that doubles with each failure), and the chooser is asked
@@ -23,6 +24,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
+
+_PREDICTIONS = 2
+"""Maximum number of plans that are predicted to fail, for each plan that may be certified."""
 
 
 class Promise(Protocol):
@@ -44,6 +48,7 @@ BudgetOf = Callable[[Any], int]
 def search(
     propose: Callable[[BudgetOf, float], P | None],
     short_bytes_of: Callable[[P], int],
+    predicted_short_bytes: Callable[[P], int],
     *,
     budgets: PromiseBudgets,
     tie: float,
@@ -56,30 +61,39 @@ def search(
         propose: function of the limit on promised bytes of each configuration, and of a limit on the step time in
             nanoseconds; returns the fastest plan within both limits, or None.
         short_bytes_of: function that certifies a plan and returns how many bytes it lacks; 0 or less if it fits.
+        predicted_short_bytes: function that predicts how many bytes a plan lacks; 0 or less if the plan may fit. A plan
+            that is predicted to fail is not certified, unless no plan has fit and it is the nearest one.
         budgets: the limits on promised bytes, which this search changes.
         tie: a plan replaces the best one only if it is faster by more than this factor.
         attempts: maximum number of plans that are certified.
         hopeless: the search ends with None after this number of certificates if no plan has fit.
     """
     best: P | None = None
-    fits = False
-    for attempt in range(attempts):
-        if best is None and attempt == hopeless:
-            break
+    nearest: tuple[int, P] | None = None
+    fits, certified, predicted = False, 0, 0
+    while certified < (min(attempts, hopeless) if best is None else attempts):
         below_ns = math.inf if best is None else best.step_ns / tie
         # After a plan that fits, the limits are raised first: it was the fastest plan within the present limits.
         plan = None if fits else propose(budgets.budget_of, below_ns)
         # No plan is left within these limits: raise the limits under which a faster plan may exist, or stop.
-        while plan is None:
-            if not budgets.widen(None if best is None else best.step_ns):
-                return best
+        while plan is None and budgets.widen(None if best is None else best.step_ns):
             plan = propose(budgets.budget_of, below_ns)
-        short_bytes = short_bytes_of(plan)
+        if plan is None:
+            break
+        short_bytes = predicted_short_bytes(plan) if predicted < _PREDICTIONS * attempts else 0
+        if short_bytes > 0:
+            predicted += 1
+            nearest = min(nearest or (short_bytes, plan), (short_bytes, plan), key=lambda found: found[0])
+        else:
+            certified += 1
+            short_bytes = short_bytes_of(plan)
         fits = short_bytes <= 0
         if fits:
             best = plan
         else:
             budgets.fail(plan.config, promised_bytes=plan.peak_bytes, short_bytes=short_bytes, step_ns=plan.step_ns)
+    if best is None and nearest is not None and certified < min(attempts, hopeless) and short_bytes_of(nearest[1]) <= 0:
+        best = nearest[1]  # a prediction may be wrong: no answer relies on it alone
     return best
 
 

@@ -26,6 +26,7 @@ from planner.progress import Watch
 from planner.recompute.failing import Excluded, setting_of
 from planner.recompute.programs import Program, Programs
 from planner.recompute.repeated_gathers import RepeatedGathers, gathered_once, repeated_gathers
+from planner.recompute.selected_step import two_selected_steps
 from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import StepGraph
 from planner.search import milp
@@ -258,7 +259,11 @@ class Candidate:
             step_ns=step_ns,
             status=selection.status,
             gap=selection.gap * selection.cost_ns / step_ns,
+            predict=None if self._gathers else lambda: self._predicted(selection.units),
         )
+
+    def _predicted(self, selected: tuple[int, ...]) -> StepGraph:
+        return self.units.two_steps(self._graph, selected) if selected else two_selected_steps(self._graph, {}, ())
 
     def without_units(self) -> Selection:
         """Returns the selection that recomputes and offloads nothing."""

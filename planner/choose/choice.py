@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from planner.plan_types.decision_base import Decision, fidelity_of
+from planner.recording.step_graph import StepGraph
 from planner.space.configurations import Config
 
 TIE = 1.05
@@ -28,6 +29,9 @@ class Choice:
     config: Config = ()
     """The configuration of the plan. Its number of loss chunks is the number for the whole batch, even if the plan
     splits the batch and `decisions` have fewer chunks."""
+    predict: Callable[[], StepGraph] | None = dataclasses.field(default=None, compare=False, repr=False)
+    """Returns the storages of two steps of the plan with the ticks at which they are probably alive; None if that is
+    not known. It shows the allocator's slack before the certificate does."""
     passed_over: Choice | None = None
     """A choice that is faster by less than the factor `TIE`, but less faithful or with more decisions."""
 

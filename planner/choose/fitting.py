@@ -282,6 +282,7 @@ def _search_once(
     choice = search(
         lambda budget_of, below_ns: chooser.fastest(budget_of, below_ns=below_ns),
         short_bytes_of,
+        session.predicted_short_bytes,
         budgets=PromiseBudgets(budget_bytes, finest_bytes=session.budget.tensor_bytes // _FINEST_STEP, tie=TIE),
         tie=TIE,
         attempts=attempts,

@@ -23,7 +23,7 @@ from planner.choose.searches import Searches
 from planner.choose.shortening import Shortening, runs_to_shorten
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
-from planner.estimate.footprint import Measured, measure, runs_within, smallest_of
+from planner.estimate.footprint import Measured, measure, predicted_short_bytes, runs_within, smallest_of
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
@@ -366,6 +366,13 @@ class PlanningSession:
         measured = self._with_allocator(certified.choice, certified.graph, total_bytes)
         fits = total_bytes <= self.budget.usable_bytes
         return dataclasses.replace(measured, measured=dataclasses.replace(measured.measured, fits=fits))
+
+    def predicted_short_bytes(self, choice: Choice) -> int:
+        """Returns how many bytes a plan will probably lack; 0 if it may fit, or if nothing is known."""
+        if choice.predict is None:
+            return 0
+        usable_bytes, alternatives = self.budget.usable_bytes, self._with_each_allocator(choice)
+        return predicted_short_bytes(choice.predict(), self.card, usable_bytes, alternatives, self._takes_fastest)
 
     def smallest_budget_bytes(self, certified: Certified, *, above_bytes: int = 0) -> int:
         """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""

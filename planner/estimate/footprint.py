@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -23,12 +23,16 @@ from planner.estimate.allocation_stream import (
 )
 from planner.plan_types.decision_base import Decision, allocator_conf, micro_batches_of
 from planner.plan_types.plan import Footprint
+from planner.plan_types.sizes import MIB
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Category, StepGraph, Storage
 from planner.workspaces.registry import Trials
 
 ALLOCATOR_GRANULARITY_BYTES = 512
 """Multiple to which CUDA's caching allocator rounds sizes up (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
+
+_MISSED_BYTES = 2 * MIB
+"""The bytes by which a prediction of allocations is often wrong: one or two small segments of the allocator."""
 
 
 def granularity_bytes(card: DeviceProfile) -> int:
@@ -252,6 +256,27 @@ def runs_within(
     settings, trials = settings_on(card, decisions), trials_of_blocks(graph, fastest=fastest)
     outcome = replayed((ids, sizes), card, capacity, settings, streams_of_blocks(graph), trials=trials)
     return outcome.out_of_memory_event is None
+
+
+def predicted_short_bytes(
+    graph: StepGraph,
+    card: DeviceProfile,
+    vram_bytes: int,
+    alternatives: Sequence[tuple[Decision, ...]],
+    fastest: bool,
+) -> int:
+    """Returns how many bytes a step lacks by a prediction of its allocations; 0 if it lacks at most `_MISSED_BYTES`.
+
+    Args:
+        graph: the predicted allocations (`planner.recompute.selected_step`).
+        vram_bytes, alternatives, fastest: as in `smallest_of`.
+    """
+    enough_bytes = vram_bytes + _MISSED_BYTES
+    if not card.allocator or any(
+        runs_within(graph, card, enough_bytes, decisions, fastest=fastest) for decisions in alternatives
+    ):
+        return 0
+    return smallest_of(graph, card, alternatives, fastest=fastest, above_bytes=enough_bytes) - vram_bytes
 
 
 def settings_on(card: DeviceProfile, decisions: Iterable[Decision]) -> AllocatorSettings:

@@ -33,7 +33,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 
 from planner.estimate.roofline import HostCopies
 from planner.plan_types.decisions import Decision
@@ -45,6 +45,7 @@ from planner.recompute.recompute_cost import Rerun, Reruns
 from planner.recompute.repeated_gathers import RepeatedGathers
 from planner.recompute.replay_cost import Replays
 from planner.recompute.segments import with_segments
+from planner.recompute.selected_step import two_selected_steps
 from planner.recompute.windows import Window, windows_of
 from planner.recording.module_calls import NO_REPLAY, WITHOUT_GRADIENTS
 from planner.recording.step_graph import Call, StepGraph, round_up
@@ -83,12 +84,23 @@ class Units:
     units: tuple[Unit, ...]
     """The units in the order of their numbers in `problem`."""
     problem: CheckpointProblem
+    options: Options = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """The units that apply to each call of the recording, which has calls for segments (`with_segments`)."""
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Paths of the modules that may be checkpointed as a whole, without duplicates."""
         plain = (unit for unit in self.units if unit.segment is None and unit.runs_again and not unit.on_host)
         return tuple(unit.module for unit in plain if not unit.kept)
+
+    def two_steps(self, graph: StepGraph, selected: Collection[int]) -> StepGraph:
+        """Returns the predicted allocations of two steps with the selected units (`two_selected_steps`).
+
+        Args:
+            graph: the recording from which the units were built, with any update.
+        """
+        has_segments = any(unit.segment is not None for unit in self.units)
+        return two_selected_steps(with_segments(graph) if has_segments else graph, self.options, selected)
 
     def gathered(self, numbers: Iterable[int]) -> tuple[str, ...]:
         """Returns the paths of the selected units whose parameters are gathered again."""
@@ -188,7 +200,7 @@ def units_of(
         paths=paths,
         shared=shared,
     )
-    return Units(units=(*units, *gathered), problem=problem)
+    return Units(units=(*units, *gathered), problem=problem, options=options)
 
 
 def _candidates(

@@ -263,7 +263,7 @@ class StepGraph:
         for save in self.saves:
             if save.storage is not None:
                 spans[save.storage].append((save.pack, self.ticks if save.release is None else save.release))
-        return [_union(span) for span in spans]
+        return [merged_spans(span) for span in spans]
 
     def live_bytes(self, *, granularity_bytes: int = 1) -> np.ndarray:
         """Returns int64[ticks]: bytes alive at each tick.
@@ -378,8 +378,8 @@ def round_up(size_bytes: int, granularity_bytes: int) -> int:
     return -(-size_bytes // granularity_bytes) * granularity_bytes
 
 
-def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merges half-open intervals that overlap or touch."""
+def merged_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merges half-open intervals of ticks that overlap or touch."""
     if len(spans) < 2:
         return spans
     spans = sorted(spans)

@@ -1,0 +1,136 @@
+"""Predicts when the storages of a step are alive if some units are selected, without a rehearsal of that step.
+
+The memory curve of a selection is known from the checkpoint problem, but the allocator's slack depends on the order in
+which blocks are allocated and freed. This order is derived here from a what-if recording, by the effects of units that
+`recompute.units` describes. The result has two steps: in the first one, the update creates the optimizer state, which
+splits blocks that the gradients and activations have left behind.
+
+Where it is not exact: a recomputed module allocates its storages in the order of its forward, but a replay allocates
+its peak as one block. Scratch memory that the first update needs is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+
+from planner.recompute.holds import Options
+from planner.recompute.recompute_cost import Rerun
+from planner.recording.step_graph import Category, Save, StepGraph, Storage, merged_spans
+
+_Spans = list[tuple[int, int]]
+
+
+def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[int]) -> StepGraph:
+    """Returns a recording of two steps that has storages only, with the times for which they are probably alive.
+
+    Args:
+        graph: a what-if recording of one step, with the calls to which `options` refer.
+        options: the units that apply to each call.
+        selected: numbers of the selected units.
+    """
+    spans, recomputed = _Selected(graph, options, selected).spans()
+    fine = graph.ticks + 2  # number of ticks into which a tick of the recording is divided
+    begin, end = graph.step_starts[0] * fine, graph.ticks * fine
+    update = min(graph.gradients_end, graph.ticks - 1) * fine + fine - 1
+    lives: list[_Spans] = []
+    for storage, alive in zip([*graph.storages, *recomputed], [*spans, *(s.lives for s in recomputed)], strict=True):
+        in_step = [span for span in alive if span[1] > begin]
+        is_kept = any(start <= begin and stop >= end for start, stop in in_step)
+        if is_kept:
+            first = update if storage.category is Category.OPTIMIZER_STATE else 0
+            lives.append([(first, 2 * end)])
+        else:
+            lives.append([*in_step, *((start + end, stop + end) for start, stop in in_step)])
+    ticks = sorted({0, 2 * end, *(tick for of_one in lives for span in of_one for tick in span)})
+    number = {tick: index for index, tick in enumerate(ticks)}
+    storages = [
+        dataclasses.replace(storage, op=None, lives=[(number[start], number[stop]) for start, stop in of_one])
+        for storage, of_one in zip([*graph.storages, *recomputed], lives, strict=True)
+    ]
+    return dataclasses.replace(
+        graph,
+        storages=storages,
+        ops=[],
+        saves=[],
+        calls=[],
+        ticks=number[2 * end],
+        steps=2,
+        update_tick=None,
+        step_starts=(),
+        cache_releases=(),
+    )
+
+
+class _Selected:
+    """The step of a recording in which some units are selected. Its ticks are divided into `fine` ticks each."""
+
+    def __init__(self, graph: StepGraph, options: Options, selected: Collection[int]) -> None:
+        self._graph, self._fine = graph, graph.ticks + 2
+        self._reruns: dict[int, list[Rerun]] = {}
+        for call, of_call in options.items():
+            if reruns := [option.rerun for option in of_call if option.unit in selected]:
+                self._reruns[call] = reruns
+        self._saves: dict[int, list[Save]] = defaultdict(list)
+        """The saves in each call that is recomputed or offloaded."""
+        for save in graph.saves:
+            for call in graph.enclosing(save.call):
+                if call in self._reruns:
+                    self._saves[call].append(save)
+        made = (index for index, storage in enumerate(graph.storages) if storage.lives and storage.op is not None)
+        self._births = sorted((graph.storages[index].lives[0][0], index) for index in made)
+
+    def spans(self) -> tuple[list[_Spans], list[Storage]]:
+        """Returns the fine ticks for which each storage is alive, and the storages of recomputes with theirs."""
+        graph, fine = self._graph, self._fine
+        made_again: dict[tuple[int, int], int] = {}
+        temporary = [storage for call in self._reruns for storage in self._recomputed(call, made_again)]
+        spans: list[_Spans] = [[(start * fine, stop * fine) for start, stop in s.lives] for s in graph.storages]
+        for save in graph.saves:
+            if save.storage is None:
+                continue
+            reruns = [rerun for call in graph.enclosing(save.call) for rerun in self._reruns.get(call, ())]
+            release = graph.ticks if save.release is None else save.release
+            backs = [min(rerun.back(save), release) for rerun in reruns if not rerun.keeps(save)]
+            start = max([save.pack, *backs])
+            read = release if save.unpack is None or not reruns else min(save.unpack, release)
+            stop = read if any(rerun.gives_away(save.storage) for rerun in reruns) else release
+            if stop > start:
+                spans[save.storage].append((made_again.get((save.storage, start), start * fine), stop * fine))
+        for reruns in self._reruns.values():
+            for rerun in reruns:
+                for storage, start, stop in rerun.holds:
+                    spans[storage].append((start * fine, stop * fine))
+        return [merged_spans(of_one) for of_one in spans], temporary
+
+    def _recomputed(self, call: int, made_again: dict[tuple[int, int], int]) -> Iterator[Storage]:
+        """Yields the storages that only the recomputes of a call need, with lives in fine ticks.
+
+        Args:
+            made_again: receives the fine tick at which a recompute makes a saved storage again, by the storage and the
+                tick at which the saved tensor is back.
+        """
+        graph, fine = self._graph, self._fine
+        begin, saved = graph.calls[call].start, {save.storage: save for save in self._saves[call]}
+        last = max((save.pack for save in self._saves[call]), default=begin)
+        for rerun in self._reruns[call]:
+            for at, peak_bytes in rerun.peaks:
+                if graph.calls[call].segment is not None:
+                    lives = [(at * fine + 1, at * fine + 2)]
+                    yield Storage(size_bytes=peak_bytes, lives=lives, category=Category.ACTIVATION, op=None)
+                    continue
+                inside = slice(
+                    bisect_right(self._births, (begin, math.inf)), bisect_right(self._births, (last, math.inf))
+                )
+                for birth, index in self._births[inside]:
+                    again, storage = at * fine + 1 + birth - begin, graph.storages[index]
+                    if index in rerun.kept:
+                        continue
+                    if index in saved:
+                        made_again[index, rerun.back(saved[index])] = again
+                    else:
+                        alive_ticks = max(min(storage.lives[0][1], last) - birth, 1)
+                        yield dataclasses.replace(storage, lives=[(again, again + alive_ticks)])
