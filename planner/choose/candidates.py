@@ -160,9 +160,7 @@ class Candidate:
             )
         return self._cheapest[asked]
 
-    def could_pay(
-        self, budget_bytes: int, update: OtherUpdate, *, below_ns: int | None, recompute: bool = True
-    ) -> bool:
+    def could_pay(self, budget_bytes: int, update: OtherUpdate, *, below_ns: int | None, recompute: bool) -> bool:
         """Returns False if it is proven that no plan with another optimizer update fits at a cost below `below_ns`.
 
         The memory that the other update needs while it runs is ignored. If the step then fits without recompute, the
@@ -181,10 +179,7 @@ class Candidate:
     def _has_relaxed_plan(self, budget_bytes: int, update: OtherUpdate, below_ns: int | None, recompute: bool) -> bool:
         if self._graph.update_tick is None:
             return True
-
-        def relaxed(alive_bytes: np.ndarray) -> np.ndarray:
-            return update.least_bytes(alive_bytes, self._graph, granularity_bytes=self._granularity_bytes)
-
+        relaxed = functools.partial(update.least_bytes, graph=self._graph, granularity_bytes=self._granularity_bytes)
         fits = bool(relaxed(self._live_bytes).max() <= budget_bytes)
         if fits or not recompute:  # the units of a large model take seconds to build
             return fits

@@ -186,7 +186,7 @@ class Chooser:
             update = dataclasses.replace(self._bounds.other_update(config), gradients=False)
             for split in self.configurations.splits(config)[-1:]:
                 candidate = self._bounding(self._simpler(config), split)
-                yield candidate is None or candidate.could_pay(budget_bytes, update, below_ns=None)
+                yield candidate is None or candidate.could_pay(budget_bytes, update, below_ns=None, recompute=True)
 
     def _complete(self, choice: Choice, config: Config) -> Choice:
         return dataclasses.replace(choice, config=config, allocators=self._space.allocators)

@@ -257,8 +257,7 @@ class PlanningSession:
         """
         self.watch.check()
         decisions = without_roles(choice.decisions, Role.ALLOCATOR)
-        upcoming = None if then is None else then.decisions
-        graph = self._certificates.of(decisions, then=upcoming) if decisions else self.baseline_graph
+        graph = self._certificates.of(decisions, then=then and then.decisions) if decisions else self.baseline_graph
         return self._with_allocator(choice, graph, self._usable_bytes)
 
     def _with_allocator(self, choice: Choice, graph: StepGraph, total_bytes: int | None) -> Certified:
@@ -382,10 +381,8 @@ class PlanningSession:
     @functools.cached_property
     def lower_bound_bytes(self) -> Callable[[tuple[Decision, ...]], int]:
         """Returns for a configuration a lower bound in bytes on the peak of every plan with it."""
-        known = {
-            "optimizer_peak_bytes": optimizer_peak_bytes(self.baseline_graph),
-            "state_bytes": self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE),
-        }
+        graph, state = self.baseline_graph, Category.OPTIMIZER_STATE
+        known = {"optimizer_peak_bytes": optimizer_peak_bytes(graph), "state_bytes": graph.bytes_of(state)}
         return functools.cache(lambda config: lower_bound_bytes(self.workload, self._trained, **known, config=config))
 
     def _slowest_ns(self, constraints: Constraints) -> float:

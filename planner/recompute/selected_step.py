@@ -104,7 +104,7 @@ class _Selected:
             for rerun in reruns:
                 for storage, start, stop in rerun.holds:
                     spans[storage].append((start * fine, stop * fine))
-        return [merged_spans(of_one) for of_one in spans], temporary
+        return [merged_spans([span for span in of_one if span[0] < span[1]]) for of_one in spans], temporary
 
     def _recomputed(self, call: int, made_again: dict[tuple[int, int], int]) -> Iterator[Storage]:
         """Yields the storages that only the recomputes of a call need, with lives in fine ticks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -35,18 +36,24 @@ class World:
 
     def short_bytes_of(self, plan: Plan) -> int:
         self.tried.append(plan)
-        return plan.peak_bytes + plan.slack_bytes - self.capacity_bytes
+        return self.lacks(plan)
 
-    def search(self, attempts: int = 10, hopeless: int | None = None) -> Plan | None:
+    def search(
+        self, attempts: int = 10, hopeless: int | None = None, predicted: Callable[[Plan], int] = lambda plan: 0
+    ) -> Plan | None:
         budgets = PromiseBudgets(self.capacity_bytes, finest_bytes=self.capacity_bytes // 512, tie=TIE)
         return search(
             self.ask,
             self.short_bytes_of,
+            predicted,
             budgets=budgets,
             tie=TIE,
             attempts=attempts,
             hopeless=hopeless or attempts,
         )
+
+    def lacks(self, plan: Plan) -> int:
+        return plan.peak_bytes + plan.slack_bytes - self.capacity_bytes
 
     def fitting(self) -> list[Plan]:
         return [plan for plan in self.plans if plan.peak_bytes + plan.slack_bytes <= self.capacity_bytes]
@@ -110,3 +117,36 @@ def test_what_is_settled_for_fits_and_is_hardly_slower_than_the_best(seed):
         return
     assert found in world.fitting()
     assert found.step_ns <= 1.06 * best_ns
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_plans_that_are_rightly_predicted_to_fail_are_not_certified(seed):
+    draws = random.Random(seed)
+    plans = [
+        plan
+        for number in range(draws.randint(1, 4))
+        for plan in curve(f"config {number}", draws.choice((0, 40, 200)), cost=draws.uniform(0.1, 3), seed=seed)
+    ]
+    world = World(plans, draws.randint(700, 1100))
+    found = world.search(attempts=30, predicted=world.lacks)
+    best_ns = min(plan.step_ns for plan in world.fitting())
+    assert all(world.lacks(plan) <= 0 for plan in world.tried)
+    assert found is not None and found.step_ns <= 1.06 * best_ns
+
+
+def test_wrong_predictions_do_not_hide_that_a_plan_fits():
+    """All are predicted to fail. The one that lacks the least by this prediction is certified, and fits."""
+    world = World(curve("a", 0, cost=1.0), 1000)
+    found = world.search(predicted=lambda plan: plan.peak_bytes)
+    assert found is not None and world.tried == [found] and world.lacks(found) <= 0
+
+
+def test_plans_that_are_wrongly_predicted_to_fit_are_found_out_by_their_certificates():
+    world = World(curve("a", 150, cost=1.0), 1000)
+    assert world.lacks(world.search(predicted=lambda plan: world.lacks(plan) - 100)) <= 0
+    assert any(world.lacks(plan) > 0 for plan in world.tried)
+
+
+def test_only_one_plan_is_certified_if_nothing_is_predicted_to_fit():
+    world = World(curve("a", 800, cost=1.0), 1000)
+    assert world.search(predicted=world.lacks) is None and len(world.tried) == 1
