@@ -25,7 +25,7 @@ class LeastUpdate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OtherUpdate:
-    """What another optimizer update needs at least, in a recording with the baseline's update."""
+    """Lower bounds on the memory of another optimizer update, in a recording with the baseline's update."""
 
     state_bytes: int | None
     """Lower bound on the bytes of the optimizer state; None if the state is the same as in the recording."""

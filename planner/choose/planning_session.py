@@ -256,8 +256,8 @@ class PlanningSession:
             then: the choice that will be certified next; its rehearsal starts in parallel. None if it is not known.
         """
         self.watch.check()
-        decisions = without_roles(choice.decisions, Role.ALLOCATOR)
-        graph = self._certificates.of(decisions, then=then and then.decisions) if decisions else self.baseline_graph
+        decisions, upcoming = without_roles(choice.decisions, Role.ALLOCATOR), then.decisions if then else None
+        graph = self._certificates.of(decisions, then=upcoming) if decisions else self.baseline_graph
         return self._with_allocator(choice, graph, self._usable_bytes)
 
     def _with_allocator(self, choice: Choice, graph: StepGraph, total_bytes: int | None) -> Certified:
@@ -370,8 +370,8 @@ class PlanningSession:
         """Returns how many bytes a plan will probably lack; 0 if it may fit, or if nothing is known."""
         if choice.predict is None:
             return 0
-        usable_bytes, alternatives = self.budget.usable_bytes, self._with_each_allocator(choice)
-        return predicted_short_bytes(choice.predict(), self.card, usable_bytes, alternatives, self._takes_fastest)
+        usable_bytes, possible = self.budget.usable_bytes, self._with_each_allocator(choice)
+        return predicted_short_bytes(choice.predict(), self.card, usable_bytes, possible, self._takes_fastest)
 
     def smallest_budget_bytes(self, certified: Certified, *, above_bytes: int = 0) -> int:
         """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""
