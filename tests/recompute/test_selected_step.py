@@ -8,6 +8,7 @@ import pytest
 
 from planner.estimate.footprint import smallest_of
 from planner.plan_types.decisions import Accumulation, Precision, StepInBackward
+from planner.search.milp import Search
 from tests.recompute.test_programs import WORKLOADS
 from tests.support.workloads import CARD, certifying_graph, example, units, what_if
 
@@ -36,6 +37,8 @@ def test_the_predicted_peak_is_the_promised_one(name, decisions, sizes):
     found, exact = units(graph)
     count = len(found.units)
     assert found.two_steps(graph, ()).live_bytes().max() == exact.peak(())
+    smallest = Search(found.problem).smallest_peak()
+    assert found.two_steps(graph, smallest.units).live_bytes().max() == smallest.peak_bytes
     for _ in range(30):
         chosen = set(rng.sample(range(count), rng.randint(1, min(count, 8))))
         selected = tuple(
