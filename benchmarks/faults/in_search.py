@@ -402,12 +402,12 @@ FAULTS = (
         why="plans that need a gigabyte more than predicted are certified one after the other",
     ),
     Fault(
-        name="predicted-slack-without-replays",
+        name="predicted-slack-without-what-units-hold",
         path="planner/recompute/selected_step.py",
-        old="yield Storage(size_bytes=peak_bytes,",
-        new="yield Storage(size_bytes=0,",
+        old="in rerun.holds:",
+        new="in rerun.holds[:0]:",
         tests=("tests/recompute/test_selected_step.py::test_the_predicted_peak_is_the_promised_one",),
-        why="plans with segments are predicted to need less than they do",
+        why="plans that recompute are predicted to need less than they do",
     ),
     Fault(
         name="predictions-decide-that-nothing-fits",
