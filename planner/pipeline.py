@@ -24,7 +24,7 @@ from planner.choose.certificates import Certificates
 from planner.choose.head_start import start_early
 from planner.choose.pareto_front import front
 from planner.choose.planning_session import Certified, PlanningSession
-from planner.choose.relaxations import relaxations
+from planner.choose.relaxations import relaxations, shortfall_of
 from planner.errors import TimeLimitError
 from planner.estimate.footprint import smallest_capacity_bytes
 from planner.kept.recordings import KeptRecordings
@@ -75,9 +75,7 @@ def plan_workload(
         if certified is None:
             certified, early = _nearest(session, space, constraints)
             if not certified.measured.fits or not session.quick_enough(certified, constraints):
-                shortfall = fitting.shortfall(
-                    session, certified, relaxations(session.with_slower_algorithms(), constraints)
-                )
+                shortfall = shortfall_of(session, certified, relaxations(session.with_slower_algorithms(), constraints))
         notes = (*early, *budget.notes(card), *space.notes)
         return assemble_plan(
             session,

@@ -7,8 +7,8 @@ import time
 
 from planner import pipeline
 from planner.assemble import assemble_plan
-from planner.choose import fitting
 from planner.choose.choice import Choice
+from planner.choose.relaxations import shortfall_of
 from planner.errors import PlanFileError
 from planner.plan_types.answers import Answers
 from planner.plan_types.constraints import Constraints
@@ -97,7 +97,7 @@ def replan(
         # Nothing was searched, so that the promise is what the rehearsal gave.
         promised = dataclasses.replace(certified.choice, peak_bytes=certified.measured.curve_bytes)
         certified = dataclasses.replace(certified, choice=promised, more_bytes=0)
-        shortfall = None if fits else fitting.shortfall(session, certified, ())
+        shortfall = None if fits else shortfall_of(session, certified, ())
         plan = assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
     if saved.run is None:
         return plan

@@ -8,7 +8,7 @@ certified, and if its certificate does not fit, another plan is chosen with a sm
   fastest algorithms, slower ones are used. A prefix of the model is frozen only if nothing else fits, and then the
   shortest prefix that is enough (searched from a guess by the bytes that freezing saves).
 - `smallest` finds out how little memory is possible, where the allocator's slack matters most.
-- `nearest` finds the plan to report if nothing fits, and `shortfall` says what is missing.
+- `nearest` finds the plan to report if nothing fits.
 
 If a certificate shows that a recording was lengthened wrongly, the search is repeated with recordings of all layers.
 
@@ -26,15 +26,14 @@ from typing import TypeVar
 from planner.allocator.settings import SMALL_SEGMENT_BYTES
 from planner.choose.budget_search import PromiseBudgets, search
 from planner.choose.choice import TIE, Choice
+from planner.choose.chooser import Chooser
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
-from planner.plan_types.plan import Relaxation, Shortfall
 from planner.plan_types.recompute_decisions import Recomputing
 from planner.progress import TimeIsUp
 from planner.recompute.failing import failing, setting_of
-from planner.recording.step_graph import Category
 from planner.search.threshold import first_true
 from planner.space.frozen_prefixes import prefixes
 from planner.space.search_space import SearchSpace
@@ -279,7 +278,18 @@ def _search_once(
         usable_bytes = session.budget.usable_bytes
         return max(session.smallest_budget_bytes(certified, above_bytes=usable_bytes) - usable_bytes, 1)
 
-    choice = search(
+    choice = _searched(session, chooser, budget_bytes, short_bytes_of, attempts)
+    return None if choice is None else tried[choice], tuple(tried.values())
+
+
+def _searched(
+    session: PlanningSession,
+    chooser: Chooser,
+    budget_bytes: int,
+    short_bytes_of: Callable[[Choice], int],
+    attempts: int,
+) -> Choice | None:
+    return search(
         lambda budget_of, below_ns: chooser.fastest(budget_of, below_ns=below_ns),
         short_bytes_of,
         session.predicted_short_bytes,
@@ -288,7 +298,14 @@ def _search_once(
         attempts=attempts,
         hopeless=_HOPELESS,
     )
-    return None if choice is None else tried[choice], tuple(tried.values())
+
+
+def first_to_certify(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Choice | None:
+    """Returns the plan that a search for the fastest plan certifies first; None if no plan promises to fit."""
+    chooser, budget_bytes = session.chooser(space, constraints), session.budget.tensor_bytes
+    if chooser.fastest(budget_bytes) is None:
+        return None
+    return _searched(session, chooser, budget_bytes, lambda choice: 0, 1)
 
 
 def smallest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified:
@@ -355,28 +372,6 @@ def nearest(session: PlanningSession, space: SearchSpace, constraints: Constrain
         if (certified := best(session, space, slower)) is not None:
             return certified
     return smallest(session.with_slower_algorithms(), space, constraints)
-
-
-def shortfall(session: PlanningSession, smallest: Certified, relaxations: Sequence[Relaxation]) -> Shortfall:
-    """Returns how many bytes the smallest plan lacks, what takes most of its peak, and which relaxations would help.
-
-    Args:
-        smallest: the smallest plan, measured under the smallest budget in which it runs. Under that budget the
-            allocator frees cached memory, so that the cache does not count as missing bytes.
-        relaxations: the relaxations of the constraints that were tried.
-    """
-    parts = {
-        category: size for category, size in smallest.measured.footprint.breakdown.items() if category != Category.SLACK
-    }
-    binding = max(parts, key=lambda category: parts[category])
-    open_steps = [relaxation.next_step for relaxation in relaxations if relaxation.next_step is not None]
-    return Shortfall(
-        missing_bytes=max(smallest.measured.footprint.total_bytes - session.budget.usable_bytes, 0),
-        binding=str(binding),
-        binding_bytes=parts[binding],
-        next_step=min(open_steps, key=lambda step: step.slowdown, default=None),
-        relaxations=tuple(relaxations),
-    )
 
 
 def frozen_prefixes(session: PlanningSession) -> tuple[Decision, ...]:

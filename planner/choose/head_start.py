@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 
+from planner.choose.fitting import first_to_certify
 from planner.choose.planning_session import PlanningSession
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
@@ -39,7 +40,7 @@ def start_early(session: PlanningSession, constraints: Constraints) -> None:
         with contextlib.suppress(StepError, TimeIsUp), watch.at_most(_FRACTION * watch.left_seconds):
             guessing = session.before_baseline(constraints)
             space = guessing.search_space(constraints)
-            choice = guessing.chooser(space, constraints).fastest(guessing.budget.tensor_bytes)
+            choice = first_to_certify(guessing, space, constraints)
             if choice is not None and choice.decisions:
                 session.begin_certificate(choice)
     recordings.begin_comparison()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from planner.choose import fitting
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Fidelity, Role, fidelity_of
-from planner.plan_types.plan import NextStep, Relaxation
+from planner.plan_types.plan import NextStep, Relaxation, Shortfall
 from planner.plan_types.techniques import KINDS
 from planner.progress import TimeIsUp
+from planner.recording.step_graph import Category
 from planner.space.search_space import SearchSpace
 
 _SECONDS = 10
@@ -127,3 +128,25 @@ def _with_plan(session: PlanningSession, label: str, certified: Certified) -> Re
     )
     fidelity = Fidelity(fidelity_of(certified.choice.decisions)).name.lower()
     return Relaxation(relax=label, opens=True, why="", fidelity=fidelity, next_step=step)
+
+
+def shortfall_of(session: PlanningSession, smallest: Certified, tried: Sequence[Relaxation]) -> Shortfall:
+    """Returns how many bytes the smallest plan lacks, what takes most of its peak, and which relaxations would help.
+
+    Args:
+        smallest: the smallest plan, measured under the smallest budget in which it runs. Under that budget the
+            allocator frees cached memory, so that the cache does not count as missing bytes.
+        tried: the relaxations of the constraints that were tried.
+    """
+    parts = {
+        category: size for category, size in smallest.measured.footprint.breakdown.items() if category != Category.SLACK
+    }
+    binding = max(parts, key=lambda category: parts[category])
+    open_steps = [relaxation.next_step for relaxation in tried if relaxation.next_step is not None]
+    return Shortfall(
+        missing_bytes=max(smallest.measured.footprint.total_bytes - session.budget.usable_bytes, 0),
+        binding=str(binding),
+        binding_bytes=parts[binding],
+        next_step=min(open_steps, key=lambda step: step.slowdown, default=None),
+        relaxations=tuple(tried),
+    )
