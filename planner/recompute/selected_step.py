@@ -32,12 +32,14 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
         options: the units that apply to each call.
         selected: numbers of the selected units.
     """
-    spans, recomputed = _Selected(graph, options, selected).spans()
-    fine = graph.ticks + 2  # number of ticks into which a tick of the recording is divided
+    step = _Selected(graph, options, selected)
+    spans, recomputed = step.spans()
+    storages, fine = [*graph.storages, *recomputed], step.fine
+    spans += [storage.lives for storage in recomputed]
     begin, end = graph.step_starts[0] * fine, graph.ticks * fine
     update = min(graph.gradients_end, graph.ticks - 1) * fine + fine - 1
     lives: list[_Spans] = []
-    for storage, alive in zip([*graph.storages, *recomputed], [*spans, *(s.lives for s in recomputed)], strict=True):
+    for storage, alive in zip(storages, spans, strict=True):
         in_step = [span for span in alive if span[1] > begin]
         is_kept = any(start <= begin and stop >= end for start, stop in in_step)
         if is_kept:
@@ -49,7 +51,7 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
     number = {tick: index for index, tick in enumerate(ticks)}
     storages = [
         dataclasses.replace(storage, op=None, lives=[(number[start], number[stop]) for start, stop in of_one])
-        for storage, of_one in zip([*graph.storages, *recomputed], lives, strict=True)
+        for storage, of_one in zip(storages, lives, strict=True)
     ]
     return dataclasses.replace(
         graph,
@@ -66,10 +68,12 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
 
 
 class _Selected:
-    """The step of a recording in which some units are selected. Its ticks are divided into `fine` ticks each."""
+    """The step of a recording in which some units are selected."""
 
     def __init__(self, graph: StepGraph, options: Options, selected: Collection[int]) -> None:
-        self._graph, self._fine = graph, graph.ticks + 2
+        self._graph = graph
+        self.fine = graph.ticks + 2
+        """Number of fine ticks into which a tick of the recording is divided, so that a recompute fits into one."""
         self._reruns: dict[int, list[Rerun]] = {}
         for call, of_call in options.items():
             if reruns := [option.rerun for option in of_call if option.unit in selected]:
@@ -85,7 +89,7 @@ class _Selected:
 
     def spans(self) -> tuple[list[_Spans], list[Storage]]:
         """Returns the fine ticks for which each storage is alive, and the storages of recomputes with theirs."""
-        graph, fine = self._graph, self._fine
+        graph, fine = self._graph, self.fine
         made_again: dict[tuple[int, int], int] = {}
         temporary = [storage for call in self._reruns for storage in self._recomputed(call, made_again)]
         spans: list[_Spans] = [[(start * fine, stop * fine) for start, stop in s.lives] for s in graph.storages]
@@ -113,7 +117,7 @@ class _Selected:
             made_again: receives the fine tick at which a recompute makes a saved storage again, by the storage and the
                 tick at which the saved tensor is back.
         """
-        graph, fine = self._graph, self._fine
+        graph, fine = self._graph, self.fine
         begin, saved = graph.calls[call].start, {save.storage: save for save in self._saves[call]}
         last = max((save.pack for save in self._saves[call]), default=begin)
         for rerun in self._reruns[call]:

@@ -68,6 +68,20 @@ def curve(config: str, slack_bytes: int, *, cost: float, noise: int = 0, seed: i
     ]
 
 
+def drawn_world(seed: int, *, least_bytes: int) -> World:
+    """Some configurations with slack that is drawn at random, and a card of at least `least_bytes`."""
+    draws = random.Random(seed)
+    plans = [
+        plan
+        for number in range(draws.randint(1, 5))
+        for plan in curve(
+            f"config {number}", draws.choice((0, 5, 40, 200)), cost=draws.uniform(0.1, 3), noise=draws.choice((0, 10)),
+            seed=seed + number,
+        )
+    ]  # fmt: skip
+    return World(plans, draws.randint(least_bytes, 1100))
+
+
 def test_a_plan_that_fits_at_once_is_taken_without_another_try():
     world = World(curve("a", 0, cost=1.0), 1000)
     assert world.search() == world.plans[0] and len(world.tried) == 1
@@ -101,16 +115,7 @@ def test_none_is_said_where_nothing_fits_and_after_a_bounded_number_of_tries():
 
 @pytest.mark.parametrize("seed", range(300))
 def test_what_is_settled_for_fits_and_is_hardly_slower_than_the_best(seed):
-    draws = random.Random(seed)
-    plans = [
-        plan
-        for number in range(draws.randint(1, 5))
-        for plan in curve(
-            f"config {number}", draws.choice((0, 5, 40, 200)), cost=draws.uniform(0.1, 3), noise=draws.choice((0, 10)),
-            seed=seed + number,
-        )
-    ]  # fmt: skip
-    world = World(plans, draws.randint(500, 1100))
+    world = drawn_world(seed, least_bytes=500)
     found, best_ns = world.search(attempts=30), min((plan.step_ns for plan in world.fitting()), default=math.inf)
     if found is None:
         assert math.isinf(best_ns)
@@ -121,13 +126,7 @@ def test_what_is_settled_for_fits_and_is_hardly_slower_than_the_best(seed):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_plans_that_are_rightly_predicted_to_fail_are_not_certified(seed):
-    draws = random.Random(seed)
-    plans = [
-        plan
-        for number in range(draws.randint(1, 4))
-        for plan in curve(f"config {number}", draws.choice((0, 40, 200)), cost=draws.uniform(0.1, 3), seed=seed)
-    ]
-    world = World(plans, draws.randint(700, 1100))
+    world = drawn_world(seed, least_bytes=700)
     found = world.search(attempts=30, predicted=world.lacks)
     best_ns = min(plan.step_ns for plan in world.fitting())
     assert all(world.lacks(plan) <= 0 for plan in world.tried)

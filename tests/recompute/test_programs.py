@@ -17,7 +17,7 @@ from planner.recording.step_graph import StepGraph
 from planner.rewrite.rehearse import start_update
 from planner.search.curve import CompiledProblem
 from planner.workload.workload import workload
-from tests.support.workloads import BARE, example, transformer, units, what_if
+from tests.support.workloads import BARE, example, some_units, transformer, units, what_if
 
 pytestmark = pytest.mark.slow
 
@@ -83,14 +83,8 @@ def test_a_shared_program_promises_what_a_program_of_its_own_promises(name, deci
         built.add(id(program.units.units))
         assert program.units.units == own.units
         assert program.units.problem.cost_ns == own.problem.cost_ns
-        count = len(own.units)
         for _ in range(40):
-            chosen = set(rng.sample(range(count), rng.randint(0, min(count, 6))))
-            selected = tuple(
-                unit
-                for unit in chosen
-                if not any(unit in path and chosen & {*path} - {unit} for path in own.problem.paths)
-            )
+            selected = some_units(own, rng, least=0, most=6)
             assert program.search.exact.peak(selected) == exact.peak(selected)
         assert program.search.smallest_peak().peak_bytes == CompiledProblem(own.problem).peak(
             program.search.smallest_peak().units

@@ -10,7 +10,7 @@ from planner.estimate.footprint import smallest_of
 from planner.plan_types.decisions import Accumulation, Precision, StepInBackward
 from planner.search.milp import Search
 from tests.recompute.test_programs import WORKLOADS
-from tests.support.workloads import CARD, certifying_graph, example, units, what_if
+from tests.support.workloads import CARD, certifying_graph, example, some_units, units, what_if
 
 pytestmark = pytest.mark.slow
 
@@ -35,17 +35,11 @@ SPLIT = Accumulation(micro_batch_size=2, micro_batches=2)
 def test_the_predicted_peak_is_the_promised_one(name, decisions, sizes):
     graph, rng = what_if(MODELS[name](), decisions, sizes=sizes), random.Random(0)
     found, exact = units(graph)
-    count = len(found.units)
     assert found.two_steps(graph, ()).live_bytes().max() == exact.peak(())
     smallest = Search(found.problem).smallest_peak()
     assert found.two_steps(graph, smallest.units).live_bytes().max() == smallest.peak_bytes
     for _ in range(30):
-        chosen = set(rng.sample(range(count), rng.randint(1, min(count, 8))))
-        selected = tuple(
-            unit
-            for unit in chosen
-            if not any(unit in path and chosen & {*path} - {unit} for path in found.problem.paths)
-        )
+        selected = some_units(found, rng, least=1, most=8)
         assert found.two_steps(graph, selected).live_bytes().max() == exact.peak(selected), [
             found.units[unit] for unit in selected
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import random
 
 import torch
 
@@ -61,4 +62,13 @@ def units(graph: StepGraph, *, kinds=(Checkpoint, Replay, Offload)) -> tuple[Uni
     return found, CompiledProblem(found.problem)
 
 
-__all__ = ["BARE", "CARD", "certifying_graph", "example", "plain", "transformer", "units", "what_if"]
+def some_units(found: Units, draws: random.Random, *, least: int, most: int) -> tuple[int, ...]:
+    """Returns up to `most` units, drawn at random, without those of nested calls of which only one may be selected."""
+    count = len(found.units)
+    chosen = set(draws.sample(range(count), draws.randint(least, min(count, most))))
+    return tuple(
+        unit for unit in chosen if not any(unit in path and chosen & {*path} - {unit} for path in found.problem.paths)
+    )
+
+
+__all__ = ["BARE", "CARD", "certifying_graph", "example", "plain", "some_units", "transformer", "units", "what_if"]
