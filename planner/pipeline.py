@@ -8,7 +8,7 @@ estimates its bytes and its time on the card (`estimate`), and lists the decisio
 applies the decisions to the step, and the rewritten step is rehearsed. Only a certified configuration becomes a plan
 (`assemble`).
 
-This is the only file of the planner that calls the rewriter: `planner.rewrite.rehearse` rehearses a rewritten step.
+This is the only file of the planner that rehearses rewritten steps (`planner.rewrite.rehearse`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def plan_workload(
 ) -> Plan:
     """Return the fastest certified plan of one optimizer step whose total memory is at most `vram_bytes`.
 
-    If no plan fits, return the smallest plan, or the fastest plan inside the budget if it is slower than allowed. Its
-    `shortfall` has the number of missing bytes and the relaxations of `constraints` that would help. If `vram_bytes` is
-    None, only the baseline is rehearsed, and the plan has no decisions.
+    If no allowed plan fits, return the fastest plan that fits but is slower than allowed, or else the smallest plan.
+    Its `shortfall` has the number of missing bytes and the relaxations of `constraints` that would help. If
+    `vram_bytes` is None, only the baseline is rehearsed, and the plan has no decisions.
 
     Args:
         watch: limits the time of planning, and receives its progress; None for no limit. If the time is up, the best
@@ -115,7 +115,10 @@ def _nearest(
     try:
         return fitting.nearest(session, space, constraints), ()
     except TimeIsUp:
-        note = f"planning ended {session.watch.cause}: no plan fits, but the smallest plan may be smaller than this one"
+        note = (
+            f"planning ended {session.watch.cause}: no plan that fits was found. This is the smallest plan that was "
+            "found; a smaller one may exist"
+        )
         return session.smallest_known(), (note,)
 
 

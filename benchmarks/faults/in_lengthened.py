@@ -188,7 +188,7 @@ FAULTS = (
     Fault(
         name="updates-in-backward-not-compared",
         path="planner/derive/same_step.py",
-        old="begin, self._end = graph.step_starts[-1], graph.gradients_end",
+        old="begin, self._end = graph.step_starts[-1], graph.before_update_end",
         new="begin, self._end = graph.step_starts[-1], graph.update_tick or 0",
         tests=(
             "tests/derive/test_shortening.py::test_recordings_with_updates_inside_of_the_backward_are_compared_op_by_op",

@@ -208,8 +208,8 @@ FAULTS = (
     Fault(
         name="fitting-settles-for-what-does-not-fit",
         path="planner/choose/budget_search.py",
-        old="        fits = short_bytes <= 0\n",
-        new="        fits = short_bytes <= 100\n",
+        old="        fits = missing_bytes <= 0\n",
+        new="        fits = missing_bytes <= 100\n",
         tests=("tests/choose/test_budget_search.py::test_what_is_settled_for_fits_and_is_hardly_slower_than_the_best",),
         why="a plan that lacks a few bytes is returned as fitting",
     ),
@@ -349,8 +349,8 @@ FAULTS = (
     Fault(
         name="search-counts-gradients-of-accumulation",
         path="planner/choose/chooser.py",
-        old="update = dataclasses.replace(self._bounds.other_update(config), gradients=False)",
-        new="update = dataclasses.replace(self._bounds.other_update(config), gradients=True)",
+        old="update = dataclasses.replace(self._bounds.update_memory_bound(config), counts_gradients=False)",
+        new="update = dataclasses.replace(self._bounds.update_memory_bound(config), counts_gradients=True)",
         tests=(
             "tests/choose/test_fitting.py"
             "::test_gradients_do_not_make_a_budget_hopeless_that_an_update_in_backward_meets",
@@ -420,8 +420,8 @@ FAULTS = (
     Fault(
         name="predicted-failures-are-certified",
         path="planner/choose/budget_search.py",
-        old="        if short_bytes > 0:\n            predicted += 1",
-        new="        if short_bytes > 0 and predicted:\n            predicted += 1",
+        old="        if missing_bytes > 0:\n            predicted += 1",
+        new="        if missing_bytes > 0 and predicted:\n            predicted += 1",
         tests=("tests/choose/test_budget_search.py::test_plans_that_are_rightly_predicted_to_fail_are_not_certified",),
         why="a certificate is made for a plan that is known to fail",
     ),

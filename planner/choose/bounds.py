@@ -24,16 +24,18 @@ class LeastUpdate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OtherUpdate:
-    """Lower bounds on the memory of another optimizer update, in a recording with the baseline's update."""
+class UpdateMemoryBound:
+    """A lower bound on the memory of a step if another optimizer update replaces the recorded one."""
 
     state_bytes: int | None
     """Lower bound on the bytes of the optimizer state; None if the state is the same as in the recording."""
-    gradients: bool
+    counts_gradients: bool
     """True if all gradients are kept until the update; False if the update runs inside of the backward."""
 
     def least_bytes(self, alive_bytes: np.ndarray, graph: StepGraph, *, granularity_bytes: int) -> np.ndarray:
-        """Returns int64[ticks]: bytes that are alive at least with this update; 0 while it runs.
+        """Returns int64[ticks]: lower bounds on the bytes that are alive if this update replaces the recorded one.
+
+        They are 0 from `update_tick` on, because the memory that the update itself needs is ignored.
 
         Args:
             alive_bytes: int64[ticks], bytes that are alive in the recording.
@@ -43,7 +45,7 @@ class OtherUpdate:
         least = alive_bytes.copy()
         if self.state_bytes is not None:
             least -= max(graph.bytes_of(Category.OPTIMIZER_STATE) - self.state_bytes, 0)
-        if not self.gradients:
+        if not self.counts_gradients:
             storages = [storage for storage in graph.storages if storage.category is Category.GRADIENT]
             only = dataclasses.replace(graph, storages=storages, saves=[])
             least -= only.live_bytes(granularity_bytes=granularity_bytes)[: len(least)]
@@ -90,12 +92,12 @@ class Bounds:
         least = self.least_update(decisions)
         return 0 if least is None else max(optimizer_ns - least.ns, 0)
 
-    def other_update(self, decisions: tuple[Decision, ...]) -> OtherUpdate:
-        """Returns what the optimizer update of `decisions` needs at least."""
+    def update_memory_bound(self, decisions: tuple[Decision, ...]) -> UpdateMemoryBound:
+        """Returns the lower bound on memory with the optimizer update of `decisions`."""
         least = self.least_update(decisions)
-        return OtherUpdate(
+        return UpdateMemoryBound(
             state_bytes=None if least is None else least.state_bytes,
-            gradients=not any(decision.steps_in_backward for decision in decisions),
+            counts_gradients=not any(decision.steps_in_backward for decision in decisions),
         )
 
     def least_update(self, decisions: tuple[Decision, ...]) -> LeastUpdate | None:

@@ -6,16 +6,18 @@ between configurations: a loss in chunks leaves other holes than full logits. So
 may promise, and adapts the limit in two stages. If the slack can be predicted, most plans that do not fit are not
 certified: a prediction is much quicker than a certificate.
 
-1. *One limit for all configurations* (`PromiseBudgets._together`). When a plan fails its certificate, the limit goes
-   down by the bytes that the plan lacked (at least by a step that doubles with each failure), and the chooser is asked
-   again. If no plan promises so few bytes, the search bisects between that limit and the smallest promise that failed.
+1. *One limit for all configurations* (`PromiseBudgets._together`). When a plan fails, by its certificate or by a
+   prediction, the limit goes down by the bytes that the plan lacked, at least by a step that doubles with each failure,
+   and the chooser is asked again. If no plan promises so few bytes, the search bisects between that limit and the
+   smallest promise that failed.
 2. *One limit for each configuration* (`PromiseBudgets._each`), as soon as a plan fits. The limit is the whole budget
    again for configurations of which no plan failed. Each other configuration has a range of promises that have not been
    searched, below a promise that failed. The range is bisected, unless its plans cannot be faster than the best plan by
    more than a tie. Ranges in which plans may be fastest come first.
 
-Where it is not exact: a plan that promises less may have more slack, so a plan in a range that was given up may fit.
-The number of attempts is limited, and ranges that are not wider than `finest_bytes` are not searched.
+Where it is not exact: a plan that promises less may have more slack, so a plan in a range that was given up may fit. A
+plan that is predicted to fail may fit, too. The number of attempts is limited, and ranges that are not wider than
+`finest_bytes` are not searched.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
 _PREDICTIONS = 2
-"""Maximum number of plans that are predicted to fail, for each plan that may be certified."""
+"""Maximum number of predicted failures for each certificate that the search may make (`attempts`). After that, plans
+are certified without a prediction."""
 
 
 class Promise(Protocol):
@@ -47,8 +50,8 @@ BudgetOf = Callable[[Any], int]
 
 def search(
     propose: Callable[[BudgetOf, float], P | None],
-    short_bytes_of: Callable[[P], int],
-    predicted_short_bytes: Callable[[P], int],
+    missing_bytes_of: Callable[[P], int],
+    predicted_missing_bytes: Callable[[P], int],
     *,
     budgets: PromiseBudgets,
     tie: float,
@@ -60,9 +63,9 @@ def search(
     Args:
         propose: function of the limit on promised bytes of each configuration, and of a limit on the step time in
             nanoseconds; returns the fastest plan within both limits, or None.
-        short_bytes_of: function that certifies a plan and returns how many bytes it lacks; 0 or less if it fits.
-        predicted_short_bytes: function that predicts how many bytes a plan lacks; 0 or less if the plan may fit. A plan
-            that is predicted to fail is not certified, unless no plan has fit and it is the nearest one.
+        missing_bytes_of: function that certifies a plan and returns how many bytes it lacks; 0 or less if it fits.
+        predicted_missing_bytes: function that predicts how many bytes a plan lacks; 0 or less if the plan may fit. A
+            plan that is predicted to fail is not certified, unless no plan has fit and it is the nearest one.
         budgets: the limits on promised bytes, which this search changes.
         tie: a plan replaces the best one only if it is faster by more than this factor.
         attempts: maximum number of plans that are certified.
@@ -80,20 +83,21 @@ def search(
             plan = propose(budgets.budget_of, below_ns)
         if plan is None:
             break
-        short_bytes = predicted_short_bytes(plan) if predicted < _PREDICTIONS * attempts else 0
-        if short_bytes > 0:
+        missing_bytes = predicted_missing_bytes(plan) if predicted < _PREDICTIONS * attempts else 0
+        if missing_bytes > 0:
             predicted += 1
-            nearest = min(nearest or (short_bytes, plan), (short_bytes, plan), key=lambda found: found[0])
+            nearest = min(nearest or (missing_bytes, plan), (missing_bytes, plan), key=lambda found: found[0])
         else:
             certified += 1
-            short_bytes = short_bytes_of(plan)
-        fits = short_bytes <= 0
+            missing_bytes = missing_bytes_of(plan)
+        fits = missing_bytes <= 0
         if fits:
             best = plan
         else:
-            budgets.fail(plan.config, promised_bytes=plan.peak_bytes, short_bytes=short_bytes, step_ns=plan.step_ns)
-    if best is None and nearest is not None and certified < min(attempts, hopeless) and short_bytes_of(nearest[1]) <= 0:
-        best = nearest[1]  # a prediction may be wrong: no answer relies on it alone
+            budgets.fail(plan, missing_bytes)
+    if best is None and nearest is not None and certified < min(attempts, hopeless):
+        _, plan = nearest  # a prediction may be wrong: no answer relies on it alone
+        best = plan if missing_bytes_of(plan) <= 0 else None
     return best
 
 
@@ -106,7 +110,7 @@ class _Range:
     low_bytes: int = 0
     """All plans that promise at most this many bytes have been searched."""
     high_bytes: int
-    """A plan that promised this many bytes did not fit."""
+    """A plan that promised this many bytes did not fit, by its certificate or by a prediction."""
     step_ns: int
     """Step time in nanoseconds of the slowest plan that failed. Plans in the range promise fewer bytes than that plan,
     so they are not faster."""
@@ -151,10 +155,11 @@ class PromiseBudgets:
         known = self._together if self._is_together else self._each.get(config)
         return self._budget_bytes if known is None else known.asked_bytes
 
-    def fail(self, config: Hashable, *, promised_bytes: int, short_bytes: int, step_ns: int) -> None:
-        """Record that a plan of `config`, which promised `promised_bytes`, lacked `short_bytes` to fit."""
-        high_bytes = min(self.budget_of(config), promised_bytes)
-        less_bytes = max(short_bytes, self._finest_bytes * 2**self._failures)
+    def fail(self, plan: Promise, missing_bytes: int) -> None:
+        """Record that a plan lacked `missing_bytes` to fit, by its certificate or by a prediction."""
+        config, step_ns = plan.config, plan.step_ns
+        high_bytes = min(self.budget_of(config), plan.peak_bytes)
+        less_bytes = max(missing_bytes, self._finest_bytes * 2**self._failures)
         self._failures += 1
         self._first_ns = step_ns if self._first_ns is None else self._first_ns
         new = _Range(asked_bytes=0, high_bytes=high_bytes, step_ns=step_ns)

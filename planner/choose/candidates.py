@@ -1,10 +1,10 @@
 """Candidates: a candidate is one configuration with one split of the batch, and its plans differ only in recompute.
 
-A configuration is the decisions about the whole step: precision, optimizer, loss, time of the update. The recording of
-a candidate gives the time and the peak of its step without recompute. No plan of the candidate is faster, because
-recompute only takes more time. Which modules to recompute or offload is an integer program over the units of the
-recording (`recompute.units`, `search.milp`). The units and the program are costly to build, so they are built when they
-are first needed.
+A configuration is the decisions about the whole step: precision, optimizer, loss, and whether the optimizer steps in the
+backward. The recording of a candidate gives the time and the peak of its step without recompute. No plan of the
+candidate is faster, because recompute only takes more time. Which modules to recompute or offload is an integer program
+over the units of the recording (`recompute.units`, `search.milp`). The units and the program are costly to build, so
+they are built when they are first needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from planner.choose.bounds import OtherUpdate, optimizer_ns
+from planner.choose.bounds import UpdateMemoryBound, optimizer_ns
 from planner.choose.choice import Choice
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
@@ -58,7 +58,7 @@ class Candidate:
     ) -> None:
         """
         Args:
-            graph: a what-if recording of the step. If several cards train, all units of FSDP2 are gathered again.
+            graph: a what-if recording of the step. Under FSDP2, all parameters are gathered again for the backward.
             recompute: kinds of decisions that may free saved tensors.
             programs: builds the integer program, for candidates with the same `card`, `recompute` and `excluded`.
             excluded: modules to which techniques must not be applied.
@@ -79,8 +79,8 @@ class Candidate:
         self._gather_ns = roofline.step_ns(graph, card, split.micro_batches) - self.step_ns if self._gathers else 0
         self.optimizer_ns = optimizer_ns(graph, self._op_ns)
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
-        self._could_pay: dict[tuple[int, OtherUpdate, int | None, bool], bool] = {}
-        self._relaxed: dict[OtherUpdate, milp.Search] = {}
+        self._may_fit: dict[tuple[UpdateMemoryBound, int, int | None, bool], bool] = {}
+        self._relaxed: dict[UpdateMemoryBound, milp.Search] = {}
         self._smallest: Selection | None = None
         """The selection with the smallest peak; None if it is not known."""
         self._above_bytes = 0.0
@@ -160,23 +160,23 @@ class Candidate:
             )
         return self._cheapest[asked]
 
-    def could_pay(self, budget_bytes: int, update: OtherUpdate, *, below_ns: int | None, recompute: bool) -> bool:
-        """Returns False if it is proven that no plan with another optimizer update fits at a cost below `below_ns`.
+    def may_fit_with(self, update: UpdateMemoryBound, budget_bytes: int, below_ns: int | None, recompute: bool) -> bool:
+        """Returns True if a plan with another optimizer update may fit at a cost below `below_ns`.
 
-        The memory that the other update needs while it runs is ignored. If the step then fits without recompute, the
-        answer is True. Otherwise a relaxation of the candidate's integer program decides.
+        The answer is False only if this is proven to be impossible: by the memory without recompute, or by a relaxation
+        of the candidate's integer program. The memory that the other update needs while it runs is ignored.
 
         Args:
             budget_bytes: maximum peak of the tensors.
             below_ns: limit of the cost of recompute; None for no limit.
             recompute: False if only plans without recompute count.
         """
-        asked = (budget_bytes, update, below_ns, recompute)
-        if asked not in self._could_pay:
-            self._could_pay[asked] = self._has_relaxed_plan(*asked)
-        return self._could_pay[asked]
+        asked = (update, budget_bytes, below_ns, recompute)
+        if asked not in self._may_fit:
+            self._may_fit[asked] = self._is_possible(*asked)
+        return self._may_fit[asked]
 
-    def _has_relaxed_plan(self, budget_bytes: int, update: OtherUpdate, below_ns: int | None, recompute: bool) -> bool:
+    def _is_possible(self, update: UpdateMemoryBound, budget_bytes: int, below_ns: int | None, recompute: bool) -> bool:
         if self._graph.update_tick is None:
             return True
         relaxed = functools.partial(update.least_bytes, graph=self._graph, granularity_bytes=self._granularity_bytes)
@@ -238,7 +238,7 @@ class Candidate:
     def decisions(self, units: tuple[int, ...]) -> tuple[Decision, ...]:
         """Returns the decisions of the plan that recomputes or offloads `units`: configuration, split and units."""
         if not self._gathers:
-            chosen = self.units.decisions(units) if units else ()  # units take long to build if none is selected
+            chosen = self.units.decisions(units) if units else ()  # to build the units takes long, so only if needed
             return (*self.config, *self.split.decisions(), *chosen)
         again = self.units.gathered(units)
         sharding = tuple(way.gathering_again(again) for way in self._sharding)

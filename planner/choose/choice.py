@@ -30,8 +30,8 @@ class Choice:
     """The configuration of the plan. Its number of loss chunks is the number for the whole batch, even if the plan
     splits the batch and `decisions` have fewer chunks."""
     predict: Callable[[], StepGraph] | None = dataclasses.field(default=None, compare=False, repr=False)
-    """Returns the storages of two steps of the plan with the ticks at which they are probably alive; None if that is
-    not known. It shows the allocator's slack before the certificate does."""
+    """A function that returns the predicted allocations of two steps of the plan, from which the allocator's slack is
+    predicted before the plan is rehearsed. None if there is no prediction."""
     passed_over: Choice | None = None
     """A choice that is faster by less than the factor `TIE`, but less faithful or with more decisions."""
 

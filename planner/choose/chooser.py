@@ -153,7 +153,7 @@ class Chooser:
                 self._prefetcher.several(
                     (self._simpler(soon), self.configurations.splits(soon)) for soon in (config, *upcoming)
                 )
-            if self._could_pay(config, budget_of(config), limit_ns):
+            if self._may_be_faster(config, budget_of(config), limit_ns):
                 if several or not self._bounds.may_fit_without_recompute(config, budget_of(config)):
                     self._prefetcher.first_split(config, self.configurations.splits(config))
                 else:
@@ -183,10 +183,10 @@ class Chooser:
             (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs
         )
         for config in configs:
-            update = dataclasses.replace(self._bounds.other_update(config), gradients=False)
+            update = dataclasses.replace(self._bounds.update_memory_bound(config), counts_gradients=False)
             for split in self.configurations.splits(config)[-1:]:
                 candidate = self._bounding(self._simpler(config), split)
-                yield candidate is None or candidate.could_pay(budget_bytes, update, below_ns=None, recompute=True)
+                yield candidate is None or candidate.may_fit_with(update, budget_bytes, below_ns=None, recompute=True)
 
     def _complete(self, choice: Choice, config: Config) -> Choice:
         return dataclasses.replace(choice, config=config, allocators=self._space.allocators)
@@ -293,13 +293,14 @@ class Chooser:
         """Returns `config` with the baseline's optimizer and update. Its plans give lower bounds for `config`."""
         return without_roles(config, Role.OPTIMIZER, Role.UPDATE_TIME)
 
-    def _could_pay(self, config: Config, budget_bytes: int, limit_ns: float) -> bool:
+    def _may_be_faster(self, config: Config, budget_bytes: int, limit_ns: float) -> bool:
         """Returns False if it is proven that no plan of `config` fits in less than `limit_ns`. True proves nothing.
 
         This is decided without a recording of `config`, from the candidates of the simpler configuration (`_simpler`).
-        Their integer program, minus the bytes that the update of `config` saves, is a relaxation of its program.
+        If the bytes that the update of `config` saves are subtracted from their memory, their integer program is a
+        relaxation of the program of `config`.
         """
-        simpler, update = self._simpler(config), self._bounds.other_update(config)
+        simpler, update = self._simpler(config), self._bounds.update_memory_bound(config)
         if simpler == config:
             return True
         for number, split in enumerate(self.configurations.splits(config)):
@@ -314,7 +315,7 @@ class Chooser:
                 if below_ns <= 0:
                     return False  # and later splits take even longer
             recompute = not self.configurations.could_use_chunks(config)  # as in `_fastest_of`
-            if candidate.could_pay(budget_bytes, update, below_ns=below_ns, recompute=recompute):
+            if candidate.may_fit_with(update, budget_bytes, below_ns=below_ns, recompute=recompute):
                 return True
         return False
 

@@ -1,8 +1,8 @@
-"""Finds the best plan whose certificate fits the budget, and explains what is missing if there is none.
+"""Finds the best plan whose certificate fits the budget, or the plan to report if there is none.
 
 The chooser promises a peak of tensors, and the allocator needs some bytes more (its slack). So a plan is chosen and
 certified, and if its certificate does not fit, another plan is chosen with a smaller limit on the promised bytes
-(`budget_search`). On top of this loop there are four functions:
+(`budget_search`). On top of this loop there are three functions:
 
 - `best` finds the plan for the user: the fastest plan that fits. If no plan fits in which all convolutions run their
   fastest algorithms, slower ones are used. A prefix of the model is frozen only if nothing else fits, and then the
@@ -267,7 +267,7 @@ def _search_once(
         budget_bytes = session.budget.allocator_bytes  # the slack may be smaller than its first estimate
     tried: dict[Choice, Certified] = {}
 
-    def short_bytes_of(choice: Choice) -> int:
+    def missing_bytes_of(choice: Choice) -> int:
         session.watch.stage("certifying a plan")
         tried[choice] = certified = certify(session, choice)
         session.note(certified, constraints)
@@ -278,7 +278,7 @@ def _search_once(
         usable_bytes = session.budget.usable_bytes
         return max(session.smallest_budget_bytes(certified, above_bytes=usable_bytes) - usable_bytes, 1)
 
-    choice = _searched(session, chooser, budget_bytes, short_bytes_of, attempts)
+    choice = _searched(session, chooser, budget_bytes, missing_bytes_of, attempts)
     return None if choice is None else tried[choice], tuple(tried.values())
 
 
@@ -286,13 +286,13 @@ def _searched(
     session: PlanningSession,
     chooser: Chooser,
     budget_bytes: int,
-    short_bytes_of: Callable[[Choice], int],
+    missing_bytes_of: Callable[[Choice], int],
     attempts: int,
 ) -> Choice | None:
     return search(
         lambda budget_of, below_ns: chooser.fastest(budget_of, below_ns=below_ns),
-        short_bytes_of,
-        session.predicted_short_bytes,
+        missing_bytes_of,
+        session.predicted_missing_bytes,
         budgets=PromiseBudgets(budget_bytes, finest_bytes=session.budget.tensor_bytes // _FINEST_STEP, tie=TIE),
         tie=TIE,
         attempts=attempts,
@@ -323,7 +323,7 @@ def smallest(session: PlanningSession, space: SearchSpace, constraints: Constrai
     session.note(smallest, constraints)
     # If slack is a large part of the total, a faster plan with a larger promise may need no more memory, or even less.
     # So search first within the same total, then within a total that is one segment smaller. A plan with micro-batches
-    # is compared with faster plans in any case: the smallest promise may take many that save nothing of the total.
+    # is compared with faster plans in any case: some of its micro-batches may not lower the total.
     for less_bytes in (0, *[SMALL_SEGMENT_BYTES] * _DESCENTS):
         footprint = smallest.measured.footprint
         reserved_bytes, total_bytes = footprint.reserved_bytes, footprint.total_bytes

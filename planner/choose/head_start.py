@@ -1,11 +1,11 @@
 """Starts the certificate of a plan while the baseline is still being rehearsed.
 
 The rehearsals of the baseline and of the chosen step take the most time of planning, and the search between them needs
-the baseline. But what-if recordings are there earlier: they have one step instead of two, and of many identical layers
-only a few. So a search runs on them first, with a what-if recording in place of the baseline, and the rehearsal of its
-choice is started. Nothing else comes from this search. The search that follows finds recordings, candidates and answers
-of integer programs in the cache, and nearly always makes the same choice, whose rehearsal has then been running for a
-while.
+the baseline. But what-if recordings are finished earlier, because they have one step instead of two and only a few of
+many identical layers. So a search runs on them first, with a what-if recording in place of the baseline, and the
+rehearsal of its choice is started. The result of this first search is used for nothing else. The search that follows
+finds recordings, candidates and answers of integer programs in the cache. Nearly always it makes the same choice, whose
+rehearsal has then been running for a while.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def start_early(session: PlanningSession, constraints: Constraints) -> None:
         StepError: the step cannot be rehearsed.
         TimeIsUp: the time was up before the baseline was recorded.
     """
-    if session.workload.step is not None:  # only the baseline shows how many of its calls are recorded
+    if session.workload.step is not None:  # only the baseline shows how many calls of the user's step are recorded
         session.expect(constraints)
         return
     watch, recordings = session.watch, session.recordings

@@ -23,7 +23,7 @@ from planner.choose.searches import Searches
 from planner.choose.shortening import Shortening, runs_to_shorten
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
-from planner.estimate.footprint import Measured, measure, predicted_short_bytes, runs_within, smallest_of
+from planner.estimate.footprint import Measured, measure, predicted_missing_bytes, runs_within, smallest_of
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
@@ -58,7 +58,7 @@ class Certified:
     graph: StepGraph
     measured: Measured
     more_bytes: int = 0
-    """Bytes by which the promise of the choice is too low, as its workspaces are smaller than those of the step."""
+    """Bytes by which the promise is too low, because it counts smaller workspaces (`with_slower_algorithms`)."""
 
 
 class PlanningSession:
@@ -94,7 +94,7 @@ class PlanningSession:
         self._asked: Constraints | None = None
         """The constraints whose plans are reported as progress; None if none are."""
         self._guessed_trained: tuple[str, ...] | None = None
-        """Names of the trained parameters in a what-if recording, which is there before the baseline; None without."""
+        """Names of the trained parameters in a what-if recording that is there before the baseline; None if unknown."""
         self._certificates = certificates
         self.recordings = Recordings(
             start_what_if,
@@ -149,7 +149,7 @@ class PlanningSession:
         if constraints.allow(Role.MICRO_BATCHING) and self.workload.step is None:
             _ = self._by_sample_check  # the first access starts its rehearsal
         if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
-            return  # a forced loss in chunks follows from the baseline; a step in backward excludes some configurations
+            return  # forced chunks follow from the baseline, and a forced step in backward excludes configurations
         space = self._first_space(constraints)
         self._candidates.prefetch(space.precisions[-1], space.splits[:1])
 
@@ -213,7 +213,7 @@ class PlanningSession:
         return self._takes_fastest and any(storage.trials for storage in self.baseline_graph.storages)
 
     def with_slower_algorithms(self) -> PlanningSession:
-        """Returns a session in whose plans each convolution takes the algorithm that fits, and promises the smallest.
+        """Returns a session whose convolutions may run slower algorithms. Its plans promise the smallest workspaces.
 
         It shares recordings, certificates and noted plans. How much slower those algorithms are is not known, so that
         plans with the fastest ones come first (`fitting.best`).
@@ -249,8 +249,8 @@ class PlanningSession:
     def certify(self, choice: Choice, *, then: Choice | None = None) -> Certified:
         """Return a choice with its certificate, and with its footprint under the budget.
 
-        The choice gets the options of the allocator under which the step fits, by preference without releasing cached
-        memory; the user's own, or else PyTorch's defaults, if they are as good.
+        The alternatives for the options of the allocator are tried in order of preference. The choice gets the first
+        one with which the step fits without releasing cached memory, or else the first one with which it fits.
 
         Args:
             then: the choice that will be certified next; its rehearsal starts in parallel. None if it is not known.
@@ -272,7 +272,7 @@ class PlanningSession:
                 continue
             measured = self._measured(graph, total_bytes, decisions)
             chosen = dataclasses.replace(choice, decisions=decisions)
-            # A promise with the smallest workspaces grows by what the step takes more if all fastest algorithms fit.
+            # A promise may count the smallest workspaces. If larger ones fit after all, the peak is higher.
             more_bytes = 0 if self._takes_fastest else measured.curve_bytes - measured.least_bytes
             possible.append(Certified(choice=chosen, graph=graph, measured=measured, more_bytes=more_bytes))
             if measured.fits and not measured.retries:
@@ -330,7 +330,7 @@ class PlanningSession:
         return chooser
 
     def _least_updates(self, frozen: bool) -> dict[bool, LeastUpdate]:
-        """Return `Bounds.updates`: 0 with a frozen prefix, as each trains other parameters, and for an own step."""
+        """Return `Bounds.updates`. Times are 0 with a frozen prefix and for own steps."""
         if frozen or self.workload.step is not None:
             return {True: LeastUpdate(ns=0, state_bytes=0), False: LeastUpdate(ns=0, state_bytes=None)}
         state_bytes = self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE)
@@ -366,12 +366,12 @@ class PlanningSession:
         fits = total_bytes <= self.budget.usable_bytes
         return dataclasses.replace(measured, measured=dataclasses.replace(measured.measured, fits=fits))
 
-    def predicted_short_bytes(self, choice: Choice) -> int:
+    def predicted_missing_bytes(self, choice: Choice) -> int:
         """Returns how many bytes a plan will probably lack; 0 if it may fit, or if nothing is known."""
         if choice.predict is None:
             return 0
         usable_bytes, possible = self.budget.usable_bytes, self._with_each_allocator(choice)
-        return predicted_short_bytes(choice.predict(), self.card, usable_bytes, possible, self._takes_fastest)
+        return predicted_missing_bytes(choice.predict(), self.card, usable_bytes, possible, self._takes_fastest)
 
     def smallest_budget_bytes(self, certified: Certified, *, above_bytes: int = 0) -> int:
         """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""

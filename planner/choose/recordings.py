@@ -4,9 +4,9 @@ Each step is recorded once, and many steps need no recording of their own. For s
 recordings with micro-batches of two small sizes are extrapolated to the size asked for. A model that cannot run them,
 because it needs groups of samples, is recorded at each size that is asked for. For a configuration with another
 optimizer, only the update is recorded, and it replaces the update in the recording of the step (`graft_update`), unless
-the update is part of the backward. Of many identical layers only a few are recorded if the baseline shows that this is
-right (`Shortening`), and the recording is lengthened (`lengthen`). An update after the backward is then recorded for
-all layers.
+the update is part of the backward. If a model has many identical layers, only a few of them are recorded, provided that
+the baseline shows the same events (`Shortening`), and the recording is lengthened (`lengthen`). An update after the
+backward is then recorded for all layers.
 """
 
 from __future__ import annotations

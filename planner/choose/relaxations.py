@@ -1,4 +1,4 @@
-"""If no plan fits: tries each technique and fidelity that is not allowed, and reports the plan that would then fit."""
+"""If no plan fits: tries each technique and fidelity that is not allowed, and reports what is missing."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def relaxations(
 ) -> tuple[Relaxation, ...]:
     """Try single relaxations of constraints under which nothing fits: one more technique, or a lower fidelity.
 
-    Only plans that use the newly allowed technique are searched, because all others have been searched before. Among
-    plans with a frozen prefix any plan that fits is enough, not the fastest.
+    If the newly allowed technique is one of the configuration, only plans that use it are searched. Among plans with a
+    frozen prefix any plan that fits is enough, not the fastest.
 
     Args:
         lowest: the lowest fidelity that is tried.

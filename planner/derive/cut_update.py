@@ -28,15 +28,15 @@ class CutRecording:
 def cut_update(graph: StepGraph, *, granularity_bytes: int = 1) -> CutRecording | None:
     """Returns a recording of one step in two parts.
 
-    The memory of the step is the same function of what is recomputed as that of the part before the update, plus
-    `update_bytes`, apart from ticks of the update at which less is alive.
+    For any choice of what is recomputed, the memory curve of the step is the curve of `before` plus `update_bytes`. The
+    last tick stands for the whole update, and gives an upper bound for it.
 
     Args:
         granularity_bytes: storage sizes are rounded up to a multiple of it.
 
     Returns:
-        None if the update is part of the backward, or frees storages that existed before it. Recordings in which
-        `graft_update` has replaced the update never do.
+        None if the recording cannot be cut: the update is part of the backward, or storages or saved tensors that
+        existed before the update are freed during it. Updates that `graft_update` has put in never free any.
     """
     cut = graph.update_tick
     if cut is None:

@@ -23,7 +23,7 @@ class Pass:
 
     kind: str
     number: int
-    """Number of the micro-batch; of a release, its place among others."""
+    """Number of the micro-batch; for a release, its number among the releases."""
     upwards: bool
     """True if the first layer comes first."""
 
@@ -40,10 +40,10 @@ class Window:
 
 
 class Ticks:
-    """The ticks of the longer recording, by those of the shorter one."""
+    """Converts ticks of the shorter recording to ticks of the longer one."""
 
     def __init__(self, graph: StepGraph, run: LayerRun, windows: Sequence[Window]) -> None:
-        self.run, self.end = run, graph.gradients_end
+        self.run, self.end = run, graph.before_update_end
         self.begin = graph.step_starts[0]
         self._windows = sorted(windows, key=lambda window: window.start)
         self._starts = [window.start for window in self._windows]

@@ -1,11 +1,11 @@
 """Puts the layers that a rehearsal left out into its recording.
 
-The recording is of a model with a few layers of a run of identical ones (`recording.repeats.layer_runs`). The events
-of one layer are in one *window* of ticks for each forward, from its call to the call of the next layer, in one for each
-backward, and in one for each time at which all layers free what they held. The last layer's window of a forward ends
-with its call: what follows belongs to no layer. Each op, storage, save and call belongs to a layer (its *owner*) or to
-none. Its ticks are given by the windows that they are in, relative to the owner: a storage that a layer makes and the
-next layer frees dies in the forward window of the owner plus one.
+The recording is of a model with a few layers of a run of identical ones (`recording.repeats.layer_runs`). A *window*
+is a range of ticks that belongs to one layer. A layer has one window for each forward (from its call to the call of the
+next layer), one for each backward, and one for each time at which the layers, in turn, free what they held. The last
+layer's window of a forward ends with its call: what follows belongs to no layer. Each op, storage, save and call
+belongs to a layer (its *owner*) or to none. Its ticks are described by the place in a window, and by the distance of
+the window's layer from the owner: a storage that the next layer frees in its forward dies in a window at distance 1.
 
 The two layers in the middle must agree in all this. Then each layer that was left out gets a copy of what the first of
 them has. The result has the same memory curve as a recording of the whole model, tick by tick, from the first op of the
@@ -145,7 +145,7 @@ class _Lengthening:
                 yield from ((index, layer) for layer in self._layers(owner))
 
     def _with_copies(self, path: str) -> list[str]:
-        """Returns a path in the longer model, and those of the copies of what is there."""
+        """Returns the paths in the longer model of the module or parameter at `path` and of its copies."""
         found = self._run.position(path)
         if found is None:
             return [path]
@@ -155,7 +155,7 @@ class _Lengthening:
     # ---- are two layers alike? ----------------------------------------------------------------------------------
 
     def _compare(self, one: int, other: int) -> None:
-        """Raises `NotAlikeError` if the items of two layers differ in more than the layer."""
+        """Raises `NotAlikeError` if the items of two layers differ in anything but their layer."""
         for owned, items in (
             (self._storages, self._graph.storages),
             (self._ops, self._graph.ops),
@@ -367,7 +367,7 @@ class _Lengthening:
         return None if index is None else self._new_index(owned, index, owner, layer, is_shared=is_shared)
 
     def _new_index(self, owned: Owned, index: int, owner: int | None, layer: int | None, *, is_shared: bool) -> int:
-        """Returns the index in the longer recording of what an item of `layer`, a copy of `owner`, refers to there.
+        """Returns the new index of an item, `index`, to which an item of `owner` refers, for its copy in `layer`.
 
         Args:
             is_shared: True if the item belongs to no layer and may refer only to layers at the ends of the run.
@@ -390,7 +390,7 @@ def _ticks_of(save: Save) -> tuple[int | None, ...]:
 
 def _check_ticks(graph: StepGraph) -> None:
     """Raises `NotAlikeError` if two events of the step, up to its update, have the same tick."""
-    begin, end = graph.step_starts[0], graph.gradients_end
+    begin, end = graph.step_starts[0], graph.before_update_end
     events = [op.tick for op in graph.ops]
     events += [tick for storage in graph.storages for life in storage.lives for tick in life]
     events += [tick for save in graph.saves for tick in _ticks_of(save) if tick is not None]

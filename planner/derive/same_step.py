@@ -29,7 +29,7 @@ class _Step:
     """The last step of a recording, with ticks relative to the first op of its forward."""
 
     def __init__(self, graph: StepGraph) -> None:
-        begin, self._end = graph.step_starts[-1], graph.gradients_end
+        begin, self._end = graph.step_starts[-1], graph.before_update_end
         self._graph = graph
         self._ops = [op for op in graph.ops if begin < op.tick < self._end]
         self._start = self._ops[0].tick if self._ops else self._end

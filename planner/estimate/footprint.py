@@ -31,8 +31,8 @@ from planner.workspaces.registry import Trials
 ALLOCATOR_GRANULARITY_BYTES = 512
 """Multiple to which CUDA's caching allocator rounds sizes up (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
 
-_MISSED_BYTES = 2 * MIB
-"""The bytes by which a prediction of allocations is often wrong: one or two small segments of the allocator."""
+_TOLERANCE_BYTES = 2 * MIB
+"""A plan is not predicted to fail by this number of bytes or fewer, the size of a small segment of the allocator."""
 
 
 def granularity_bytes(card: DeviceProfile) -> int:
@@ -258,20 +258,20 @@ def runs_within(
     return outcome.out_of_memory_event is None
 
 
-def predicted_short_bytes(
+def predicted_missing_bytes(
     graph: StepGraph,
     card: DeviceProfile,
     vram_bytes: int,
     alternatives: Sequence[tuple[Decision, ...]],
     fastest: bool,
 ) -> int:
-    """Returns how many bytes a step lacks by a prediction of its allocations; 0 if it lacks at most `_MISSED_BYTES`.
+    """Returns how many bytes a step lacks by a prediction of its allocations; 0 if it lacks at most `_TOLERANCE_BYTES`.
 
     Args:
         graph: the predicted allocations (`planner.recompute.selected_step`).
         vram_bytes, alternatives, fastest: as in `smallest_of`.
     """
-    enough_bytes = vram_bytes + _MISSED_BYTES
+    enough_bytes = vram_bytes + _TOLERANCE_BYTES
     if not card.allocator or any(
         runs_within(graph, card, enough_bytes, decisions, fastest=fastest) for decisions in alternatives
     ):

@@ -3,10 +3,12 @@
 The memory curve of a selection is known from the checkpoint problem, but the allocator's slack depends on the order in
 which blocks are allocated and freed. This order is derived here from a what-if recording, by the effects of units that
 `recompute.units` describes. The result has two steps: in the first one, the update creates the optimizer state, which
-splits blocks that the gradients and activations have left behind.
+splits free blocks of the allocator's cache.
 
-Where it is not exact: a recomputed module allocates its storages in the order of its forward, but a replay allocates
-its peak as one block. Scratch memory that the first update needs is left out.
+Where it is not exact: the storages of a recomputed module are placed in the order of its forward, but the replay of a
+segment is represented by one block as large as its peak, although it allocates several. Scratch memory that the first
+update needs is left out. If the update cannot be separated from the backward, the whole optimizer state is created at
+the end of the first step.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
     storages, fine = [*graph.storages, *recomputed], step.fine
     spans += [storage.lives for storage in recomputed]
     begin, end = graph.step_starts[0] * fine, graph.ticks * fine
-    update = min(graph.gradients_end, graph.ticks - 1) * fine + fine - 1
+    update = min(graph.before_update_end, graph.ticks - 1) * fine + fine - 1
     lives: list[_Spans] = []
     for storage, alive in zip(storages, spans, strict=True):
         in_step = [span for span in alive if span[1] > begin]
@@ -88,7 +90,10 @@ class _Selected:
         self._births = sorted((graph.storages[index].lives[0][0], index) for index in made)
 
     def spans(self) -> tuple[list[_Spans], list[Storage]]:
-        """Returns the fine ticks for which each storage is alive, and the storages of recomputes with theirs."""
+        """Returns the ranges of fine ticks in which each storage is alive, and the storages that only recomputes make.
+
+        The lives of these storages are in fine ticks, too.
+        """
         graph, fine = self._graph, self.fine
         made_again: dict[tuple[int, int], int] = {}
         temporary = [storage for call in self._reruns for storage in self._recomputed(call, made_again)]

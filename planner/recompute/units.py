@@ -85,7 +85,7 @@ class Units:
     """The units in the order of their numbers in `problem`."""
     problem: CheckpointProblem
     options: Options = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """The units that apply to each call of the recording, which has calls for segments (`with_segments`)."""
+    """For each call, the units that recompute or offload it. The calls are those of `with_segments(graph)`."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class Units:
         """Returns the predicted allocations of two steps with the selected units (`two_selected_steps`).
 
         Args:
-            graph: the recording from which the units were built, with any update.
+            graph: the recording from which the units were built. Its optimizer update may be a different one.
         """
         has_segments = any(unit.segment is not None for unit in self.units)
         return two_selected_steps(with_segments(graph) if has_segments else graph, self.options, selected)

@@ -223,7 +223,7 @@ class StepGraph:
     """Paths of modules that normalize over the samples of the batch (BatchNorm in training mode)."""
     update_tick: int | None = None
     """Tick at which the last optimizer step began. None if there is none or it cannot be separated from the backward:
-    it ran inside the backward, or read a sparse gradient, which only a backward can make."""
+    it ran inside the backward, read a sparse gradient, which only a backward can make, or is in the user's own step."""
     step_starts: tuple[int, ...] = ()
     """For each training step, the last tick before it. Earlier ticks than the first of them belong to the setup."""
     cache_releases: tuple[int, ...] = ()
@@ -245,8 +245,8 @@ class StepGraph:
     """True if the forwards of the steps ran different ops, such as those that fill a cache in the first forward."""
 
     @property
-    def gradients_end(self) -> int:
-        """`update_tick`, or the number of ticks if it is None."""
+    def before_update_end(self) -> int:
+        """The tick at which the part before the update ends: the end of the recording if `update_tick` is None."""
         return self.ticks if self.update_tick is None else self.update_tick
 
     def enclosing(self, call: int | None) -> list[int]:

@@ -34,7 +34,7 @@ class World:
         inside = [p for p in self.plans if p.peak_bytes <= budget_of(p.config) and p.step_ns < below_ns]
         return min(inside, key=lambda plan: plan.step_ns, default=None)
 
-    def short_bytes_of(self, plan: Plan) -> int:
+    def missing_bytes_of(self, plan: Plan) -> int:
         self.tried.append(plan)
         return self.lacks(plan)
 
@@ -44,7 +44,7 @@ class World:
         budgets = PromiseBudgets(self.capacity_bytes, finest_bytes=self.capacity_bytes // 512, tie=TIE)
         return search(
             self.ask,
-            self.short_bytes_of,
+            self.missing_bytes_of,
             predicted,
             budgets=budgets,
             tie=TIE,
@@ -134,7 +134,7 @@ def test_plans_that_are_rightly_predicted_to_fail_are_not_certified(seed):
 
 
 def test_wrong_predictions_do_not_hide_that_a_plan_fits():
-    """All are predicted to fail. The one that lacks the least by this prediction is certified, and fits."""
+    """All plans are predicted to fail. The one that lacks the least by this prediction is certified, and fits."""
     world = World(curve("a", 0, cost=1.0), 1000)
     found = world.search(predicted=lambda plan: plan.peak_bytes)
     assert found is not None and world.tried == [found] and world.lacks(found) <= 0

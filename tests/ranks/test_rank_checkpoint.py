@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from planner.rewrite.portable.rank_states import load_checkpoint, save_checkpoint
-from planner.virtual_gpu.forked_process import Child, run_in_child
+from planner.virtual_gpu.forked_process import run_in_child
 from tests.ranks.test_rank_parity import (
     LLAMA,
     SAMPLES,
@@ -26,6 +25,7 @@ from tests.ranks.test_rank_parity import (
     offloaded,
     weights,
 )
+from tests.support.ranks import in_group
 from tests.support.truth import with_loss
 
 pytestmark = pytest.mark.slow
@@ -96,15 +96,11 @@ def trained(
 def together(training: Training, **options) -> list[Found]:
     """Returns what each process of a training has after its steps."""
 
-    def of_rank(rank: int, folder: str) -> Found:
-        torch.set_num_threads(1)
+    def of_rank(rank: int) -> Found:
         compute_losses_in_double()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=training.cards)
         return trained(training, rank, **options)
 
-    with tempfile.TemporaryDirectory() as folder:
-        children = [Child(lambda _, rank=rank: of_rank(rank, folder)) for rank in range(training.cards)]
-        return [child.result() for child in children]
+    return in_group(training.cards, of_rank)
 
 
 def uninterrupted(training: Training) -> Found:

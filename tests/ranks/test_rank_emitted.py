@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from planner.rewrite.application import apply_decisions
-from planner.virtual_gpu.forked_process import Child
 from planner.workload.call_convention import Calling
 from tests.rewrite.emitter.test_emitted_fixtures import FOLDER, RANK_CASES, ROOT
+from tests.support.ranks import in_group
 from tests.support.training import imported, seeded
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
@@ -46,9 +46,7 @@ def test_without_torchrun_the_file_says_how_to_start_it(name):
 def test_the_file_trains_to_the_same_bits_as_the_live_objects(name):
     case = RANK_CASES[name]
 
-    def train(rank: int, folder: str, *, is_live: bool) -> list[torch.Tensor]:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    def train(rank: int, *, is_live: bool) -> list[torch.Tensor]:
         model, options = seeded(case.build), {} if case.loss_fn is None else {"loss_fn": case.loss_fn}
         batches = [case.batch_of(2 * step + rank) for step in range(3)]
         if is_live:
@@ -78,14 +76,7 @@ def test_the_file_trains_to_the_same_bits_as_the_live_objects(name):
         dist.barrier()
         return found
 
-    trained = []
-    for is_live in (True, False):
-        with tempfile.TemporaryDirectory() as folder:
-            children = [
-                Child(lambda _, rank=rank, folder=folder, live=is_live: train(rank, folder, is_live=live))
-                for rank in range(2)
-            ]
-            trained.append([child.result() for child in children])
+    trained = [in_group(2, functools.partial(train, is_live=is_live)) for is_live in (True, False)]
     for live, emitted in zip(*trained, strict=True):
         assert len(live) == len(emitted) > 3
         assert all(torch.equal(one, other) for one, other in zip(live, emitted, strict=True))

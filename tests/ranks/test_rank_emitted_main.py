@@ -7,7 +7,6 @@ import io
 import os
 import pathlib
 import re
-import socket
 import sys
 from collections.abc import Callable
 
@@ -18,8 +17,9 @@ from planner.plan_types.decisions import Decision, Optimizer, Precision, Shard
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite import emit
 from planner.space.sharding import repeated_blocks
-from planner.virtual_gpu.forked_process import Child, run_in_child
+from planner.virtual_gpu.forked_process import run_in_child
 from tests.rewrite.emitter.test_emitted_fixtures import FOLDER
+from tests.support.ranks import in_processes
 from tests.support.training import imported, plan_for, tokens
 from tests.support.truth import LANGUAGE
 
@@ -94,14 +94,13 @@ def run_main(path: pathlib.Path, cards: int, *arguments: object, change: Callabl
 
     change: is called with the module of the file before its `main` runs.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(rank: int) -> str:
         torch.set_num_threads(1)
-        os.environ.update(
-            WORLD_SIZE=str(cards), RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
+        os.environ.update(WORLD_SIZE=str(cards), RANK=str(rank), LOCAL_RANK=str(rank))
+        # All ranks use the store of the test's process, as under torchrun: no other process can take its port.
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
         sys.argv = [str(path), "--device", "cpu", *map(str, arguments)]
         file = imported(path)
         change(file)
@@ -109,8 +108,7 @@ def run_main(path: pathlib.Path, cards: int, *arguments: object, change: Callabl
             file.main()
         return printed.getvalue()
 
-    children = [Child(lambda _, rank=rank: run(rank)) for rank in range(cards)]
-    return [child.result() for child in children]
+    return in_processes(cards, run)
 
 
 def content(folder: pathlib.Path) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -16,9 +15,10 @@ from planner.plan_types.decisions import Accumulation, ChunkedLoss, Decision, Op
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.space.sharding import repeated_blocks
-from planner.virtual_gpu.forked_process import Child, run_in_child
+from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.call_convention import Calling
 from planner.workload.workload import resized
+from tests.support.ranks import in_group
 from tests.support.truth import LANGUAGE, TEXT_TO_TEXT, hugging_face, mean_square, tied, with_loss
 
 pytestmark = pytest.mark.slow
@@ -239,10 +239,8 @@ def compute_losses_in_double() -> None:
     )  # fmt: skip
 
 
-def rank_of(training: Training, rank: int, folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    torch.set_num_threads(1)
+def rank_of(training: Training, rank: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     compute_losses_in_double()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=training.cards)
     model, batch, loss_fn = built(training)
     shard = training.shard(model, training.cards)
     samples, alike = samples_of(batch) // shard.divides_batch_by, training.cards // shard.divides_batch_by
@@ -273,9 +271,7 @@ def alone(training: Training) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 def together(training: Training) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        children = [Child(lambda _, rank=rank: rank_of(training, rank, folder)) for rank in range(training.cards)]
-        return [child.result() for child in children]
+    return in_group(training.cards, lambda rank: rank_of(training, rank))
 
 
 @pytest.mark.parametrize("name", TRAININGS)

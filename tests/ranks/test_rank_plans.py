@@ -6,11 +6,9 @@ import dataclasses
 import json
 import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import planner
@@ -25,10 +23,10 @@ from planner.profiles.links import with_links
 from planner.rewrite.application import apply_decisions
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.space.sharding import Cards, repeated_blocks, shardings
-from planner.virtual_gpu.forked_process import Child
 from planner.workload.budget import Budget
 from planner.workload.call_convention import Calling
 from planner.workload.workload import workload
+from tests.support.ranks import in_group
 from tests.support.workloads import CARD, example
 
 BARE = profiles.bare()
@@ -339,13 +337,7 @@ def test_a_step_of_the_users_own_is_refused():
 
 def in_process(function):
     """Returns what a function gives in a process group of one process."""
-
-    def run(folder: str):
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
-        return function()
-
-    with tempfile.TemporaryDirectory() as folder:
-        return Child(lambda _: run(folder)).result()
+    return in_group(1, lambda _: function())[0]
 
 
 def applied_alone(optimizer):

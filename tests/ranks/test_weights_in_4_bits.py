@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import bitsandbytes
 import pytest
 import torch
@@ -16,10 +14,11 @@ from planner.plan_types.adapter import ALL_LINEAR, Adapter
 from planner.plan_types.decisions import Accumulation, Decision, Shard
 from planner.rewrite.application import apply_decisions
 from planner.space.sharding import Cards, shardings
-from planner.virtual_gpu.forked_process import Child, run_in_child
+from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.adapters import adapted
 from planner.workload.call_convention import Calling
 from tests.ranks.test_rank_emitted_main import content, run_main
+from tests.support.ranks import in_group
 from tests.support.training import tokens
 
 SAMPLES, STEPS = 8, 3
@@ -46,11 +45,9 @@ def with_adapters() -> torch.nn.Module:
     return model
 
 
-def trained(rank: int, cards: int, folder: str, *decisions: Decision) -> tuple[dict[str, torch.Tensor], float]:
+def trained(rank: int, cards: int, *decisions: Decision) -> tuple[dict[str, torch.Tensor], float]:
     """Trains with a part of the batch, and returns the adapters and the loss of the last step, weighed by its part."""
     torch.set_num_threads(1)
-    if cards > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=cards)
     model, part = with_adapters(), SAMPLES // cards
     batch = {name: value[rank * part : (rank + 1) * part] for name, value in tokens(SAMPLES).items()}
     rewritten = apply_decisions(
@@ -92,11 +89,8 @@ def test_only_ways_that_leave_weights_whole_are_offered():
 @pytest.mark.thorough_after(1)
 def test_two_cards_train_adapters_as_one_does(decisions):
     before = {name: w.detach() for name, w in with_adapters().named_parameters() if w.requires_grad}
-    expected, loss = run_in_child(lambda: trained(0, 1, ""))
-    with tempfile.TemporaryDirectory() as folder:
-        children = [Child(lambda _, rank=rank: trained(rank, 2, folder, *decisions)) for rank in range(2)]
-        ranks = [child.result() for child in children]
-    for found, found_loss in ranks:
+    expected, loss = run_in_child(lambda: trained(0, 1))
+    for found, found_loss in in_group(2, lambda rank: trained(rank, 2, *decisions)):
         assert found_loss == pytest.approx(loss, rel=1e-5)
         for name, weight in expected.items():
             change = (weight - before[name]).norm()

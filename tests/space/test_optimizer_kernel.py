@@ -186,7 +186,7 @@ def test_what_is_pruned_would_not_have_been_chosen(name, share, monkeypatch):
     constraints = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
     budget = int(share * plan_workload(work, BARE, vram_bytes=None, constraints=constraints).peak.total_bytes)
     quick = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
-    monkeypatch.setattr(Chooser, "_could_pay", lambda *_: True)
+    monkeypatch.setattr(Chooser, "_may_be_faster", lambda *_: True)
     monkeypatch.setattr(Chooser, "_bound_ns", lambda *_: 0)
     thorough = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
     assert (quick.fits, quick.decisions) == (thorough.fits, thorough.decisions)

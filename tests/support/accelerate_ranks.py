@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from planner.virtual_gpu.forked_process import Child
 from tests.support.rank_truth import alone
+from tests.support.ranks import in_group
 
 T = TypeVar("T")
 
@@ -54,14 +54,13 @@ def in_processes(environment: dict[str, str], cards: int, run: Callable[[Any], T
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType
 
-    def of_rank(rank: int, folder: str) -> T:
+    def of_rank(rank: int) -> T:
         alone()
         os.environ.update(
             {name: value for name, value in environment.items() if name.startswith(("ACCELERATE", "FSDP"))}
         )
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(cards), LOCAL_WORLD_SIZE=str(cards))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=cards)
         AcceleratorState._reset_state(reset_partial_state=True)  # another test may have made it before the fork
         GradientState._reset_state()
         plugin = FullyShardedDataParallelPlugin() if os.environ.get("ACCELERATE_USE_FSDP") == "true" else None
@@ -76,9 +75,7 @@ def in_processes(environment: dict[str, str], cards: int, run: Callable[[Any], T
         dist.barrier()
         return result
 
-    with tempfile.TemporaryDirectory() as folder:
-        children = [Child(lambda _, rank=rank: of_rank(rank, folder)) for rank in range(cards)]
-        return [child.result() for child in children]
+    return in_group(cards, of_rank)
 
 
 def plugin(classes: tuple[str, ...]) -> Any:

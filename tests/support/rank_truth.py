@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import gc
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -23,11 +22,12 @@ from planner.recording.virtual_batch import learn_batch, virtual_batch
 from planner.rewrite.application import apply_decisions
 from planner.virtual_gpu import backend, ranks
 from planner.virtual_gpu.backend import VirtualGpuMode
-from planner.virtual_gpu.forked_process import Child, run_in_child
+from planner.virtual_gpu.forked_process import run_in_child
 from planner.virtual_gpu.library_patches import let_libraries_take_fakes_for_real
 from planner.workload.call_convention import Parallelize
 from planner.workload.optimizer_choice import Optimizers, for_copies
 from planner.workload.workload import Workload, tensors_of
+from tests.support.ranks import in_group
 from tests.support.truth import STEPS, Case
 
 
@@ -47,17 +47,14 @@ def truth(case: RankCase) -> list[StepGraph]:
     work = case.step.workload()
     optimizers = for_copies(work.optimizer, work.model)
 
-    def run(rank: int, folder: str) -> StepGraph:
+    def run(rank: int) -> StepGraph:
         alone()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=case.cards)
         with torch.autograd.set_multithreading_enabled(False), _until_gloo_lets_go():
             graph = _recorded(case, work, work.batch, optimizers)
         dist.barrier()
         return graph
 
-    with tempfile.TemporaryDirectory() as folder:
-        children = [Child(lambda _, rank=rank: run(rank, folder)) for rank in range(case.cards)]
-        return [child.result() for child in children]
+    return in_group(case.cards, run)
 
 
 def rehearsal(case: RankCase, rank: int, device: str = "cpu") -> StepGraph:

@@ -63,7 +63,7 @@ def units(graph: StepGraph, *, kinds=(Checkpoint, Replay, Offload)) -> tuple[Uni
 
 
 def some_units(found: Units, draws: random.Random, *, least: int, most: int) -> tuple[int, ...]:
-    """Returns up to `most` units, drawn at random, without those of nested calls of which only one may be selected."""
+    """Returns up to `most` units, drawn at random. Units whose calls are nested in those of others are left out."""
     count = len(found.units)
     chosen = set(draws.sample(range(count), draws.randint(least, min(count, most))))
     return tuple(

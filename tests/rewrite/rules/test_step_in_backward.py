@@ -285,11 +285,11 @@ def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeyp
     from planner.plan_types.constraints import Constraints
 
     pruned = 0
-    could_pay = Candidate.could_pay
+    may_fit = Candidate.may_fit_with
 
     def counting(self, *arguments, **options) -> bool:
         nonlocal pruned
-        answer = could_pay(self, *arguments, **options)
+        answer = may_fit(self, *arguments, **options)
         pruned += not answer
         return answer
 
@@ -299,9 +299,9 @@ def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeyp
         whole = plan_workload(work, BARE, vram_bytes=None, constraints=constraints).peak.total_bytes
         for share in shares:
             budget = int(share * whole)
-            monkeypatch.setattr(Candidate, "could_pay", counting)
+            monkeypatch.setattr(Candidate, "may_fit_with", counting)
             quick = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
-            monkeypatch.setattr(Candidate, "could_pay", lambda self, *arguments, **options: True)
+            monkeypatch.setattr(Candidate, "may_fit_with", lambda self, *arguments, **options: True)
             thorough = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
             assert (quick.fits, quick.decisions) == (thorough.fits, thorough.decisions), (samples, share)
     assert pruned
