@@ -425,4 +425,12 @@ FAULTS = (
         tests=("tests/choose/test_budget_search.py::test_plans_that_are_rightly_predicted_to_fail_are_not_certified",),
         why="a certificate is made for a plan that is known to fail",
     ),
+    Fault(
+        name="predictions-without-end",
+        path="planner/choose/budget_search.py",
+        old="if predicted < predictions else 0",
+        new="if predicted <= predictions else 0",
+        tests=("tests/choose/test_budget_search.py::test_after_a_number_of_predicted_failures_plans_are_certified",),
+        why="more plans are passed over because of predictions than the limit allows",
+    ),
 )

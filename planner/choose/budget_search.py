@@ -27,10 +27,6 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
-_PREDICTIONS = 2
-"""Maximum number of predicted failures for each certificate that the search may make (`attempts`). After that, plans
-are certified without a prediction."""
-
 
 class Promise(Protocol):
     """The properties of a chosen plan that this search reads."""
@@ -56,6 +52,7 @@ def search(
     budgets: PromiseBudgets,
     tie: float,
     attempts: int,
+    predictions: int,
     hopeless: int,
 ) -> P | None:
     """Returns the fastest plan that was found to fit; None if no plan fits.
@@ -69,6 +66,7 @@ def search(
         budgets: the limits on promised bytes, which this search changes.
         tie: a plan replaces the best one only if it is faster by more than this factor.
         attempts: maximum number of plans that are certified.
+        predictions: maximum number of predicted failures. After that, plans are certified without a prediction.
         hopeless: the search ends with None after this number of certificates if no plan has fit.
     """
     best: P | None = None
@@ -83,7 +81,7 @@ def search(
             plan = propose(budgets.budget_of, below_ns)
         if plan is None:
             break
-        missing_bytes = predicted_missing_bytes(plan) if predicted < _PREDICTIONS * attempts else 0
+        missing_bytes = predicted_missing_bytes(plan) if predicted < predictions else 0
         if missing_bytes > 0:
             predicted += 1
             nearest = min(nearest or (missing_bytes, plan), (missing_bytes, plan), key=lambda found: found[0])

@@ -42,6 +42,8 @@ _SEARCHING = 0.6
 """Fraction of the time limit after which a plan is certified, although the search is not finished."""
 _ATTEMPTS, _FEW_ATTEMPTS = 10, 4
 """Maximum number of certificates in a search for the fastest plan, and in a search in which a good plan is enough."""
+_PREDICTIONS = 2
+"""Maximum number of plans that are predicted to fail, for each certificate that a search may make."""
 _HOPELESS = 6
 """A search is given up after this number of certificates if no plan has fit."""
 _FINEST_STEP = 512
@@ -278,7 +280,7 @@ def _search_once(
         usable_bytes = session.budget.usable_bytes
         return max(session.smallest_budget_bytes(certified, above_bytes=usable_bytes) - usable_bytes, 1)
 
-    choice = _searched(session, chooser, budget_bytes, missing_bytes_of, attempts)
+    choice = _searched(session, chooser, budget_bytes, missing_bytes_of, attempts, _PREDICTIONS * attempts)
     return None if choice is None else tried[choice], tuple(tried.values())
 
 
@@ -288,6 +290,7 @@ def _searched(
     budget_bytes: int,
     missing_bytes_of: Callable[[Choice], int],
     attempts: int,
+    predictions: int,
 ) -> Choice | None:
     return search(
         lambda budget_of, below_ns: chooser.fastest(budget_of, below_ns=below_ns),
@@ -296,6 +299,7 @@ def _searched(
         budgets=PromiseBudgets(budget_bytes, finest_bytes=session.budget.tensor_bytes // _FINEST_STEP, tie=TIE),
         tie=TIE,
         attempts=attempts,
+        predictions=predictions,
         hopeless=_HOPELESS,
     )
 
@@ -305,7 +309,7 @@ def first_to_certify(session: PlanningSession, space: SearchSpace, constraints: 
     chooser, budget_bytes = session.chooser(space, constraints), session.budget.tensor_bytes
     if chooser.fastest(budget_bytes) is None:
         return None
-    return _searched(session, chooser, budget_bytes, lambda choice: 0, 1)
+    return _searched(session, chooser, budget_bytes, lambda choice: 0, 1, _PREDICTIONS * _ATTEMPTS)
 
 
 def smallest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified:

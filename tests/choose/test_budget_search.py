@@ -39,7 +39,11 @@ class World:
         return self.lacks(plan)
 
     def search(
-        self, attempts: int = 10, hopeless: int | None = None, predicted: Callable[[Plan], int] = lambda plan: 0
+        self,
+        attempts: int = 10,
+        hopeless: int | None = None,
+        predicted: Callable[[Plan], int] = lambda plan: 0,
+        predictions: int = 20,
     ) -> Plan | None:
         budgets = PromiseBudgets(self.capacity_bytes, finest_bytes=self.capacity_bytes // 512, tie=TIE)
         return search(
@@ -49,6 +53,7 @@ class World:
             budgets=budgets,
             tie=TIE,
             attempts=attempts,
+            predictions=predictions,
             hopeless=hopeless or attempts,
         )
 
@@ -144,6 +149,25 @@ def test_plans_that_are_wrongly_predicted_to_fit_are_found_out_by_their_certific
     world = World(curve("a", 150, cost=1.0), 1000)
     assert world.lacks(world.search(predicted=lambda plan: world.lacks(plan) - 100)) <= 0
     assert any(world.lacks(plan) > 0 for plan in world.tried)
+
+
+def test_after_a_number_of_predicted_failures_plans_are_certified():
+    world, asked = World(curve("a", 150, cost=1.0), 1000), []
+
+    def fails(plan: Plan) -> int:
+        asked.append(plan)
+        return 5
+
+    assert world.search(predicted=fails, predictions=3) is not None and len(asked) == 3
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_search_for_one_plan_finds_the_one_that_is_certified_first(seed):
+    """The head start rehearses the former, and the latter is needed."""
+    many, one = (drawn_world(seed, least_bytes=700) for _ in range(2))
+    many.search(predicted=many.lacks)
+    one.search(predicted=one.lacks, attempts=1)
+    assert one.tried == many.tried[:1]
 
 
 def test_only_one_plan_is_certified_if_nothing_is_predicted_to_fit():
