@@ -85,7 +85,8 @@ def by_truth(found: Sequence[Outcome]) -> Table:
     bounds = (0.0, RIGHT, 1e-3, WRONG, math.inf)
     for low, high in itertools.pairwise(bounds):
         for name, is_one in (("one", True), ("more", False)):
-            rows = [outcome for outcome in found if (outcome.size == 1) == is_one and low <= outcome.off < high]
+            inside = [outcome for outcome in found if low <= outcome.off < high or outcome.off == high == math.inf]
+            rows = [outcome for outcome in inside if (outcome.size == 1) == is_one]
             refused, warned = ([row.at for row in rows if row.seen == seen] for seen in ("refused", "warned"))
             passed = len(rows) - len(refused) - len(warned)
             band = f"below {high:.0e}" if high < 1 else f"{low:.0%} and more"

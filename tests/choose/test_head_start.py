@@ -92,6 +92,7 @@ def test_a_guess_that_cannot_be_made_changes_no_plan(without_head_start, monkeyp
     assert same(planned(), without_head_start)
 
 
+@pytest.mark.thorough
 def test_recordings_of_the_guess_are_dropped_if_the_baseline_differs(monkeypatch):
     way = "it reads another tensor of the model"
     dropped = []

@@ -187,6 +187,7 @@ def test_plan_files_search_and_profiles_load_without_torch(module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["rewrite", "profiles"])
+@pytest.mark.thorough_after(1)
 def test_a_folder_of_the_users_with_the_name_of_one_of_ours_does_no_harm(folder, tmp_path):
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "__init__.py").write_text("raise RuntimeError('the user has a package of this name')")

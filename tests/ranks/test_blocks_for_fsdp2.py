@@ -62,6 +62,7 @@ def test_fsdp2_is_refused_if_a_block_writes_to_what_it_is_given(block, kind):
         plan(block, sharding="fsdp")
 
 
+@pytest.mark.thorough
 def test_other_ways_to_divide_the_model_are_planned_and_the_note_says_why_fsdp2_was_left_out():
     found = plan(WritesToList)
     assert found.fits
@@ -142,6 +143,7 @@ class ChangesViews(Net):
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize(("model", "block"), [(Boxes, ReturnsBox), (ChangesViews, ReturnsView)])
+@pytest.mark.thorough_after(1)
 def test_fsdp2_is_refused_if_backward_needs_a_parameter_that_is_not_gathered(model, block):
     given = {"x": torch.randn(4, 24, requires_grad=True), "t": torch.randn(4, 24)}
     with pytest.raises(StepError, match=r"backward needs parameter 'blocks\.1\.\w+\.weight', which FSDP2 has freed"):

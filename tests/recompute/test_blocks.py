@@ -263,6 +263,7 @@ def test_parts_between_the_calls_of_submodules_are_segments_of_their_own():
     assert curve.peak((around,)) == rehearsed.live_bytes().max()
 
 
+@pytest.mark.thorough
 def test_the_input_of_a_checkpointed_module_is_not_recomputed_by_the_segment_before_it():
     """`torch.utils.checkpoint` saves its inputs just after the op that makes them, which is in the segment."""
     narrow = [[nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, 2, 1), Block()] for _ in range(3)]

@@ -56,6 +56,7 @@ def whole_bytes() -> int:
 
 
 @pytest.mark.parametrize("share", [0.6, 0.5, 0.4])
+@pytest.mark.thorough_after(2)
 def test_the_technique_that_fails_is_left_out_and_not_another_one(whole_bytes, share):
     vram = int(share * whole_bytes)
     found = planned(vram=vram, forbid=[*FORBIDDEN])

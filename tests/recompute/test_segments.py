@@ -211,7 +211,7 @@ def test_parts_that_start_from_each_other_go_below_one_level(build):
 
 
 @pytest.mark.parametrize(("build", "depth"), [(Skips, 2), (Wide, 4), (Stack, 9), (Routed, 8)])
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 def test_the_promise_for_every_division_is_what_its_rehearsal_takes(build, depth):
     work = work_of(build(depth), samples=64)
     found, curve = units(what_if(work))
@@ -248,6 +248,7 @@ class Noisy(Flat):
         return F.linear(x, self.head)
 
 
+@pytest.mark.thorough
 def test_tensors_that_are_saved_before_an_op_fills_them_are_promised_as_kept():
     work = work_of(Noisy(8), samples=256)
     found, curve = units(what_if(work), kinds=(Replay,))

@@ -46,7 +46,7 @@ def test_the_predicted_peak_is_the_promised_one(name, decisions, sizes):
 
 
 @pytest.mark.parametrize("part", ["mlp", "attn", "mlp.act"])
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 def test_the_predicted_slack_is_nearly_that_of_the_certificate(part):
     """The slack is large, because the update of the first step splits free blocks for the optimizer state."""
     work = example("gpt2", 8, 1024)

@@ -144,6 +144,7 @@ def test_an_activity_that_does_not_fit_is_named_and_the_step_is_not_blamed():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_average_of_the_weights_stays_on_the_card():
     weights = sum(p.numel() * 4 for p in Tagger().parameters())
     with_average, without = (

@@ -94,6 +94,7 @@ class Buffer(Bank):
         return nn.functional.linear(x, self.head)
 
 
+@pytest.mark.thorough
 def test_a_buffer_that_no_recorded_op_has_read_is_not_copied_before_a_write():
     work = workload(seeded(Bank), vectors(), loss_fn=cross_entropy)
     found, curve = units(what_if(work), kinds=(Replay,))
