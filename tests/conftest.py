@@ -19,6 +19,9 @@ for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # plans are 
     os.environ.pop(variable, None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small here: more threads only wait for each other
 
+_THOROUGH_SECONDS = 1200
+"""Time limit of a thorough test. That of other tests is in pyproject.toml."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-fixtures", action="store_true", help="write tests/fixtures/emitted anew")
@@ -47,6 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases[test] += 1
         if item.get_closest_marker("thorough") is not None:
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(_THOROUGH_SECONDS))
         if "shared_data" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.recordings)
     if part := config.getoption("part"):
