@@ -177,6 +177,14 @@ FAULTS = (
         why="of equally fast plans, one that is not the simplest is returned",
     ),
     Fault(
+        name="search-ignores-the-cost",
+        path="planner/search/milp.py",
+        old="            return self._cheapest(any_cheaper) is not None\n",
+        new="            return self._any_below(budget_bytes + 1, deadline)[0] is not None\n",
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
+        why="configurations are recorded although it is proven that they cannot be faster",
+    ),
+    Fault(
         name="threshold-off-by-one",
         path="planner/search/threshold.py",
         old="    while high - low > 1:",

@@ -185,16 +185,8 @@ class Candidate:
             return fits
         if update not in self._relaxed:
             self._relaxed[update] = self.search.with_fixed_bytes(relaxed(self.units.problem.fixed_bytes))
-        try:
-            found = self._relaxed[update].solve(
-                budget_bytes,
-                time_limit_seconds=self._solver_seconds(),
-                tolerance_ns=self.step_ns if below_ns is None else below_ns,
-                below_ns=below_ns,
-            )
-            return found is not None
-        except milp.SearchTimeout:
-            return True
+        seconds = self._solver_seconds()
+        return self._relaxed[update].may_fit(budget_bytes, below_ns=below_ns, time_limit_seconds=seconds)
 
     def smallest(self, *, most_bytes: float = math.inf) -> Selection | None:
         """Returns the selection of units with the smallest peak; among several, a cheap one.

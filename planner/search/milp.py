@@ -121,6 +121,8 @@ class _Question:
     tolerance_ns: int
     below_ns: int | None
     """Only selections that cost less than this count; None for no limit."""
+    takes_few: bool = True
+    """True to return a selection with few units; False if any selection within the tolerance is enough."""
     began: float
     deadline: float
 
@@ -172,11 +174,21 @@ class Search:
             )
         )
 
-    def may_fit(self, budget_bytes: int, *, time_limit_seconds: float = 10.0) -> bool:
-        """Returns False if it is proven that every selection has a peak above `budget_bytes`."""
-        self.effort = Effort()
-        found, proven = self._any_below(budget_bytes + 1, time.monotonic() + time_limit_seconds)
-        return found is not None or not proven
+    def may_fit(self, budget_bytes: int, *, below_ns: int | None = None, time_limit_seconds: float = 10.0) -> bool:
+        """Returns False if it is proven that no selection fits the budget below `below_ns` (None: any cost)."""
+        began, self.effort = time.monotonic(), Effort()
+        deadline = began + time_limit_seconds
+        if below_ns is None:
+            found, proven = self._any_below(budget_bytes + 1, deadline)
+            return found is not None or not proven
+        any_cheaper = _Question(
+            budget_bytes=budget_bytes, tolerance_ns=below_ns, below_ns=below_ns, began=began, deadline=deadline,
+            takes_few=False,
+        )  # fmt: skip
+        try:
+            return self._cheapest(any_cheaper) is not None
+        except SearchTimeout:
+            return True
 
     def smallest_peak(
         self, *, time_limit_seconds: float = 10.0, tolerance_bytes: int = 0, tolerance_ns: int = 0
@@ -237,7 +249,7 @@ class Search:
                 "there is none: allow more time, or a larger budget"
             )
         # 4. Of selections that cost about the same, one with few units is easier to read.
-        if result.proven:
+        if result.proven and question.takes_few:
             units = self._with_fewer_units(loop, units, result.bound + question.tolerance_ns, below_ns)
         return self._selection(units, result.bound, question)
 

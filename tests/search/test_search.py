@@ -151,6 +151,8 @@ def assert_same_as_brute(problem: CheckpointProblem, rng: random.Random) -> None
             assert brute.peak(problem, found.units) == found.peak_bytes <= budget_bytes
             assert all(len(set(path).intersection(found.units)) <= 1 for path in problem.paths)
             assert (found.status, found.gap) == ("optimal", 0.0)
+            assert milp.Search(problem).may_fit(budget_bytes, below_ns=best.cost_ns + 1)
+            assert not milp.Search(problem).may_fit(budget_bytes, below_ns=best.cost_ns)
     least, found = brute.smallest_peak(problem), milp.smallest_peak(problem)
     assert (found.peak_bytes, found.cost_ns) == (least.peak_bytes, least.cost_ns)
     assert (found.status, found.gap) == ("optimal", 0.0)
