@@ -316,4 +316,39 @@ FAULTS = (
         tests=("tests/recording/test_batch_values.py::test_a_note_names_a_stated_value_that_is_not_used",),
         why="a number for a wrong line changes nothing, and nobody sees it",
     ),
+    Fault(
+        name="interrupt-lost-in-a-fork",
+        path="planner/virtual_gpu/forked_process.py",
+        old="            with interrupts_held_back():\n                self._reader, writer = os.pipe()\n",
+        new="            with contextlib.nullcontext():\n                self._reader, writer = os.pipe()\n",
+        tests=("tests/virtual_gpu/test_lifetimes.py::test_an_interrupt_during_a_fork_takes_effect_after_it",),
+        why="Ctrl-C during a fork is lost, or leaves a lock of logging locked",
+    ),
+    Fault(
+        name="child-returns-to-the-program",
+        path="planner/virtual_gpu/forked_process.py",
+        old="        if os.getpid() != parent:  # an error",
+        new="        if os.getpid() == 0:  # an error",
+        tests=(
+            "tests/virtual_gpu/test_lifetimes.py"
+            "::test_an_error_in_a_child_that_has_just_started_does_not_return_to_the_caller_a_second_time",
+        ),
+        why="after an error in a child, the user's program goes on twice",
+    ),
+    Fault(
+        name="grandchildren-are-waited-for",
+        path="planner/virtual_gpu/forked_process.py",
+        old="        os.register_at_fork(after_in_child=functools.partial(os.close, writer))\n",
+        new="",
+        tests=("tests/virtual_gpu/test_lifetimes.py::test_a_process_that_the_model_leaves_behind_is_not_waited_for",),
+        why="planning never ends if the model starts a process that it does not end",
+    ),
+    Fault(
+        name="unreadable-answer-is-waited-for",
+        path="planner/spawned/__init__.py",
+        old='            self._messages.put(("error", RehearsalProcessError(why)))\n',
+        new="            del why\n",
+        tests=("tests/spawned/test_spawned.py::test_an_answer_that_cannot_be_read_is_an_error",),
+        why="planning never ends if the answer of a new process cannot be read",
+    ),
 )

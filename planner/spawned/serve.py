@@ -28,7 +28,8 @@ def main(parent: int) -> None:
     _know_sources(script, sources)
 
     def send(kind: str, value: Any) -> None:
-        pickle.dump((kind, value), answers, protocol=pickle.HIGHEST_PROTOCOL)
+        message = pickle.dumps((kind, value), protocol=pickle.HIGHEST_PROTOCOL)  # nothing is written if this fails
+        answers.write(message)
         answers.flush()
 
     from planner.errors import PlannerError, RehearsalProcessError

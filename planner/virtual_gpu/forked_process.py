@@ -11,12 +11,13 @@ import functools
 import multiprocessing
 import os
 import pickle
-import select
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait as wait_for
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -117,42 +118,39 @@ class _Fork:
             )
         sys.stdout.flush()
         sys.stderr.flush()
-        self._reader, writer = os.pipe()
-        with warnings.catch_warnings():
-            # Python 3.12 and later warn of every fork of a process with threads, and torch's kernels start some. The
-            # child uses none of them, and `planner.safe_process` looks for Python's threads.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            parent = os.getpid()
-            try:
-                self._pid = os.fork()
-            except OSError as error:
-                os.close(self._reader)
-                os.close(writer)
-                raise MachineError(
-                    f"the system starts no further process for a rehearsal ({error.strerror}): end other processes, or "
-                    "raise the limit (`ulimit -u`)"
-                ) from error
-        if self._pid == 0:
-            end_with(parent)
-            os.close(self._reader)
-            _serve(function, writer)
-        os.close(writer)
+        self._pid: int | None = None
+        try:
+            with interrupts_held_back():
+                self._reader, writer = os.pipe()
+                try:
+                    self._pid = _forked(function, self._reader, writer)
+                finally:
+                    os.close(writer)
+                    if self._pid is None:
+                        os.close(self._reader)
+        except BaseException:
+            if self._pid is not None:
+                self.end()
+            raise
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody has to wait for it (`_status`)
-            os.kill(self._pid, signal.SIGKILL)
-        os.close(self._reader)
-        self._status()
+        assert self._pid is not None
+        with interrupts_held_back():
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody has to wait for it (`_status`)
+                os.kill(self._pid, signal.SIGKILL)
+            os.close(self._reader)
+            self._status()
 
     @property
     def is_ready(self) -> bool:
-        return bool(select.select([self._reader], [], [], 0)[0])
+        return bool(wait_for([self._reader], timeout=0))
 
     def _status(self) -> int | None:
         """Waits for the end of the process. Returns its status, as `os.waitpid` does; None if the system dropped it.
 
         The system drops it if this process ignores SIGCHLD, or if a handler of the user's has waited for the process.
         """
+        assert self._pid is not None
         try:
             return os.waitpid(self._pid, 0)[1]
         except ChildProcessError:
@@ -182,12 +180,64 @@ class _Fork:
         """Yields the parts of the child's answer as they arrive."""
         while True:
             check()
-            if not select.select([self._reader], [], [], _SECONDS_BETWEEN_CHECKS)[0]:
+            if not wait_for([self._reader], timeout=_SECONDS_BETWEEN_CHECKS):
                 continue
             chunk = os.read(self._reader, 1 << 20)
             if not chunk:
                 return
             yield chunk
+
+
+def _forked(function: Callable[[Refuse], Any], reader: int, writer: int) -> int:
+    """Forks a child that computes the function and never leaves this call. Returns its process id.
+
+    Args:
+        reader, writer: the ends of the pipe through which the child sends its answer.
+
+    Raises:
+        MachineError: the system starts no further process.
+    """
+    parent = os.getpid()
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn of every fork of a process with threads, and torch's kernels start some. The
+            # child uses none of them, and `planner.safe_process` looks for Python's threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            end_with(parent)
+            os.close(reader)
+            _serve(function, writer)
+        return pid
+    except OSError as error:
+        raise MachineError(
+            f"the system starts no further process for a rehearsal ({error.strerror}): end other processes, or raise "
+            "the limit (`ulimit -u`)"
+        ) from error
+    finally:
+        if os.getpid() != parent:  # an error in the child must not return to the user's program a second time
+            os._exit(1)
+
+
+@contextlib.contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Context in which Ctrl-C has no effect. If it was pressed, its effect comes at the end of the context.
+
+    Python runs functions of its own around a fork. An interrupt in one of them would be lost, and could leave a lock of
+    `logging` locked. In a child, it would return to the user's program, which then runs twice.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield  # handlers run in the main thread only, and this function can restore only handlers set by Python
+        return
+    noted: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _new_process(function: Callable[[Refuse], Any]) -> NewProcess:
@@ -237,6 +287,8 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
 
     code = 1
     try:
+        # The parent reads until no process can write any more. So processes that the model starts must not be able to.
+        os.register_at_fork(after_in_child=functools.partial(os.close, writer))
         os.dup2(2, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and decides whether to end the child
         torch.set_num_threads(1)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import planner
-from planner.errors import RehearsalProcessError
+from planner.errors import PlannerError, RehearsalProcessError
 from planner.plan_types.fingerprint import fingerprint
 from planner.progress import Watch
 from planner.rewrite import certify
 from planner.safe_process import in_safe_process
-from planner.spawned import CannotBeSentError
+from planner.spawned import CannotBeSentError, NewProcess
 from planner.spawned.structure import send
 from planner.virtual_gpu.forked_process import BackwardInForkError
 
@@ -57,6 +57,20 @@ def test_a_model_arrives_without_its_weights_but_with_everything_that_a_rehearsa
     assert copy.large.device.type == "cpu" and copy.scale(3) == 6
     assert len(copy.first.bias._backward_hooks) == 1
     assert same.defaults["lr"] == 0.5
+
+
+class TwoPartsError(PlannerError):
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text)  # pickle calls the class with this argument only
+
+
+def fail_with_two_parts(send) -> None:
+    raise TwoPartsError("a text", 2)
+
+
+def test_an_answer_that_cannot_be_read_is_an_error():
+    with pytest.raises(RehearsalProcessError, match="the answer of the new process cannot be read: TypeError"):
+        NewProcess(fail_with_two_parts).wait(lambda: None, lambda kind, value: None)
 
 
 @pytest.mark.parametrize("kind", ["strided", "slice", "sparse", "grad"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -17,6 +18,7 @@ import torch
 import planner
 from planner.cli import command
 from planner.errors import MachineError, PlannerError, RehearsalProcessError
+from planner.virtual_gpu import forked_process
 from planner.virtual_gpu.forked_process import Child, run_in_child
 
 WAIT_SECONDS = 30.0
@@ -129,6 +131,88 @@ def test_an_answer_is_read_also_where_the_system_waits_for_the_process():
         child.end()
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_an_interrupt_that_reaches_a_child_before_it_is_ignored_has_no_effect(monkeypatch):
+    """A terminal sends Ctrl-C to all processes, and Python's handler would return to the caller in the child, too."""
+    monkeypatch.setattr(forked_process, "end_with", lambda parent: signal.raise_signal(signal.SIGINT))
+    assert run_in_child(lambda: 7) == 7
+
+
+def test_an_error_in_a_child_that_has_just_started_does_not_return_to_the_caller_a_second_time(monkeypatch, tmp_path):
+    def fail(parent: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(forked_process, "end_with", fail)
+    outcome = tmp_path / "outcome"
+    with pytest.raises(RehearsalProcessError, match="exit code 1"):
+        try:
+            run_in_child(lambda: 7)
+        finally:
+            with outcome.open("a") as file:
+                file.write("returned ")
+    assert outcome.read_text() == "returned "
+
+
+def test_an_interrupt_during_a_fork_takes_effect_after_it(monkeypatch):
+    """Python's functions around a fork would swallow it."""
+    fork, children = os.fork, []
+
+    def interrupted() -> int:
+        signal.raise_signal(signal.SIGINT)
+        children.append(fork())
+        return children[-1]
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_child(lambda: time.sleep(WAIT_SECONDS))
+    assert len(children) == 1 and not is_running(children[0])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_only_notes_an_interrupt_does_not_end_the_child(monkeypatch):
+    fork, noted = os.fork, []
+
+    def interrupted() -> int:
+        signal.raise_signal(signal.SIGINT)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    try:
+        assert run_in_child(lambda: 7) == 7
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert noted == [signal.SIGINT]
+
+
+def test_a_process_that_the_model_leaves_behind_is_not_waited_for():
+    def starts_a_process() -> int:
+        process = multiprocessing.Process(target=time.sleep, args=(WAIT_SECONDS,), daemon=True)
+        process.start()
+        return process.pid
+
+    began = time.monotonic()
+    left = run_in_child(starts_a_process)
+    assert time.monotonic() - began < WAIT_SECONDS / 2
+    os.kill(left, signal.SIGKILL)
+
+
+def test_a_process_with_many_open_files_can_be_forked():
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this system allows no process 2048 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    opened: list[int] = []
+    try:
+        while len(opened) < 1100:
+            opened.append(os.dup(0))
+        assert run_in_child(lambda: 7) == 7
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_command_has_an_exit_code_for_it(monkeypatch, capsys):
