@@ -17,6 +17,9 @@ from planner.workspaces.registry import Block, Trials, blocks_of
 _LT_BYTES = 1 << 20
 """Size of the cublasLt workspace (`_getWorkspaceSize` in aten/src/ATen/cuda/CUDABlas.cpp, default 1024 KiB)."""
 
+_THREADS = ((Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD, Phase.RECOMPUTE))
+"""Phases of the ops that the main thread runs, and of those that autograd's thread runs."""
+
 
 def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -> StepGraph:
     """Returns the recording with workspaces as additional storages.
@@ -185,11 +188,31 @@ def _cublas_workspaces(graph: StepGraph, born: list[int], workspace_bytes: int) 
     first one of the backward. Both live as long as the process (aten/src/ATen/cuda/CublasHandlePool.cpp). A `primed`
     recording stands for a step after the first one, so it has both workspaces from the beginning.
     """
-    for phases in ((Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD, Phase.RECOMPUTE)):
+    for first in _first_products(graph):
+        life = (0 if graph.primed else born[first], graph.ticks)
+        yield Storage(size_bytes=workspace_bytes, lives=[life], category=Category.WORKSPACE, op=0)
+
+
+def _first_products(graph: StepGraph) -> Iterator[int]:
+    """Yields the index of the first matrix product of each thread that multiplies matrices."""
+    for phases in _THREADS:
         first = next((i for i, op in enumerate(graph.ops) if op.name in GEMM_OPS and op.phase in phases), None)
         if first is not None:
-            life = (0 if graph.primed else born[first], graph.ticks)
-            yield Storage(size_bytes=workspace_bytes, lives=[life], category=Category.WORKSPACE, op=0)
+            yield first
+
+
+def allocated_in_first_step(graph: StepGraph) -> dict[int, int]:
+    """Returns for each cuBLAS workspace of a `primed` recording the tick at which the first step allocates it.
+
+    The keys are indices of storages. These workspaces are alive from the beginning of the recording on.
+    """
+    kept = (
+        index
+        for index, storage in enumerate(graph.storages)
+        if storage.category is Category.WORKSPACE and storage.lives == [(0, graph.ticks)]
+    )
+    born = [ticks[-1] for ticks in _births(graph)]
+    return {index: born[first] for index, first in zip(kept, _first_products(graph), strict=False)}
 
 
 def _cublaslt_workspaces(graph: StepGraph, born: list[int], torch_version: str) -> Iterator[Storage]:
@@ -201,7 +224,7 @@ def _cublaslt_workspaces(graph: StepGraph, born: list[int], torch_version: str) 
     release = tuple(int(part) for part in torch_version.split(".")[:2])
     if release >= (2, 11):
         return
-    for phases in ((Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD, Phase.RECOMPUTE)):
+    for phases in _THREADS:
         for index, op in enumerate(graph.ops):
             if op.phase in phases and op.name == "aten.addmm.default" and _has_bias_row(op):
                 if release >= (2, 9):

@@ -2,8 +2,8 @@
 
 The memory curve of a selection is known from the checkpoint problem, but the allocator's slack depends on the order in
 which blocks are allocated and freed. This order is derived here from a what-if recording, by the effects of units that
-`recompute.units` describes. The result has two steps: in the first one, the update creates the optimizer state, which
-splits free blocks of the allocator's cache.
+`recompute.units` describes. The result has two steps: in the first one, cuBLAS allocates its workspaces, and the update
+creates the optimizer state, which splits free blocks of the allocator's cache.
 
 Where it is not exact: the storages of a recomputed module are placed in the order of its forward, but the replay of a
 segment is represented by one block as large as its peak, although it allocates several. Scratch memory that the first
@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 
+from planner.estimate.add_workspaces import allocated_in_first_step
 from planner.recompute.holds import Options
 from planner.recompute.recompute_cost import Rerun
 from planner.recording.step_graph import Category, Save, StepGraph, Storage, merged_spans
@@ -40,12 +41,13 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
     spans += [storage.lives for storage in recomputed]
     begin, end = graph.step_starts[0] * fine, graph.ticks * fine
     update = min(graph.before_update_end, graph.ticks - 1) * fine + fine - 1
+    made_at = {index: tick * fine for index, tick in allocated_in_first_step(graph).items()}
     lives: list[_Spans] = []
-    for storage, alive in zip(storages, spans, strict=True):
+    for index, (storage, alive) in enumerate(zip(storages, spans, strict=True)):
         in_step = [span for span in alive if span[1] > begin]
         is_kept = any(start <= begin and stop >= end for start, stop in in_step)
         if is_kept:
-            first = update if storage.category is Category.OPTIMIZER_STATE else 0
+            first = update if storage.category is Category.OPTIMIZER_STATE else made_at.get(index, 0)
             lives.append([(first, 2 * end)])
         else:
             lives.append([*in_step, *((start + end, stop + end) for start, stop in in_step)])
