@@ -216,11 +216,8 @@ FAULTS = (
     Fault(
         name="estimate-scratch-in-forward-only",
         path="planner/estimate/add_workspaces.py",
-        old=(
-            "    for phases in ((Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD, Phase.RECOMPUTE)):\n"
-            "        first = next("
-        ),
-        new="    for phases in ((Phase.FORWARD, Phase.OPTIMIZER),):\n        first = next(",
+        old="    for phases in _THREADS:\n        first = next(",
+        new="    for phases in _THREADS[:1]:\n        first = next(",
         tests=(
             "tests/estimate/test_footprint.py"
             "::test_each_thread_that_multiplies_has_a_workspace_from_its_first_product_on",
