@@ -8,7 +8,9 @@ certificate differ from the promised peak (`Recordings.drop_if_wrong`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
 
 from planner.derive.lengthen import lengthened
 from planner.derive.same_step import is_same_step
@@ -16,6 +18,7 @@ from planner.errors import StepError
 from planner.recording.repeats.layer_runs import KEPT, KEPT_WHEN_GATHERED, LayerRun, layer_runs
 from planner.recording.step_graph import StepGraph, first_step_before_update, last_step
 from planner.virtual_gpu.forked_process import Running
+from planner.workload.optimizer_choice import Optimizers, by_name
 from planner.workload.workload import Workload
 
 
@@ -26,7 +29,35 @@ def runs_to_shorten(workload: Workload) -> tuple[LayerRun, ...]:
     if any(way.divides_parameters_by == 1 for way in workload.sharding):
         return ()  # DistributedDataParallel puts the gradients of several layers into one bucket
     is_gathered = any(way.gathers_parameters for way in workload.sharding)
-    return layer_runs(workload.model, KEPT_WHEN_GATHERED if is_gathered else KEPT)
+    runs = layer_runs(workload.model, KEPT_WHEN_GATHERED if is_gathered else KEPT)
+    options = _options(workload.optimizer)
+    return tuple(run for run in runs if _are_updated_alike(run, workload.model, options))
+
+
+def _options(optimizers: Optimizers) -> dict[int, object]:
+    """Returns by `id` for each parameter of the user's optimizers what decides which ops update it."""
+    found: dict[int, object] = {}
+    for name, optimizer in by_name(optimizers).items():
+        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
+            kinds = {option: _kind(value) for option, value in group.items() if option != "params"}
+            found.update((id(parameter), (name, kinds)) for parameter in group["params"])
+    return found
+
+
+def _kind(value: object) -> object:
+    """Returns what may decide which ops an update runs: for a number only whether it is 0, for a tensor nothing."""
+    if isinstance(value, (list, tuple)):
+        return [_kind(item) for item in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value != 0
+    return torch.Tensor if isinstance(value, torch.Tensor) else value
+
+
+def _are_updated_alike(run: LayerRun, model: torch.nn.Module, options: Mapping[int, object]) -> bool:
+    """True if the user's optimizers update the parameters of all layers of a run by the same ops."""
+    layers = [model.get_submodule(run.path(run.first + number)) for number in range(run.layers)]
+    first, *others = ([options.get(id(parameter)) for parameter in layer.parameters()] for layer in layers)
+    return all(other == first for other in others)
 
 
 def with_all_layers(graph: StepGraph, runs: Iterable[LayerRun]) -> StepGraph | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -197,6 +199,23 @@ def test_recordings_with_updates_inside_of_the_backward_are_compared_op_by_op():
     work, config = stack("another kernel for equal shapes"), (StepInBackward(),)
     longer, full = with_all_layers(shortened(work, config), work), recorded(work, None, config)
     assert not is_same_step(longer, full)
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "is_shortened"),
+    [
+        ("lr", (0.1, 0.2), True),
+        ("weight_decay", (0.1, 0.2), True),
+        ("weight_decay", (0.1, 0.0), False),
+        ("foreach", (True, False), False),
+        ("betas", ((0.9, 0.99), (0.8, 0.99)), True),
+    ],
+)
+def test_layers_that_the_optimizer_updates_by_other_ops_are_all_recorded(option, values, is_shortened):
+    work = layers("one after the other")
+    halves = (work.model.layers[: LAYERS // 2], work.model.layers[LAYERS // 2 :])
+    groups = [{"params": [*half.parameters()], option: value} for half, value in zip(halves, values, strict=True)]
+    assert bool(runs_to_shorten(dataclasses.replace(work, optimizer=torch.optim.AdamW(groups)))) == is_shortened
 
 
 def test_copies_of_recordings_share_what_is_known_about_shortened_runs():
