@@ -136,7 +136,11 @@ def test_an_answer_is_read_also_where_the_system_waits_for_the_process():
 def test_an_interrupt_that_reaches_a_child_before_it_is_ignored_has_no_effect(monkeypatch):
     """A terminal sends Ctrl-C to all processes, and Python's handler would return to the caller in the child, too."""
     monkeypatch.setattr(forked_process, "end_with", lambda parent: signal.raise_signal(signal.SIGINT))
-    assert run_in_child(lambda: 7) == 7
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert run_in_child(lambda: 7) == 7
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_error_in_a_child_that_has_just_started_does_not_return_to_the_caller_a_second_time(monkeypatch, tmp_path):
@@ -164,10 +168,14 @@ def test_an_interrupt_during_a_fork_takes_effect_after_it(monkeypatch):
         return children[-1]
 
     monkeypatch.setattr(os, "fork", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_in_child(lambda: time.sleep(WAIT_SECONDS))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of parallel tests ignore interrupts
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_child(lambda: time.sleep(WAIT_SECONDS))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(children) == 1 and not is_running(children[0])
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_handler_that_only_notes_an_interrupt_does_not_end_the_child(monkeypatch):
