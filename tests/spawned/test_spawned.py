@@ -70,7 +70,7 @@ def fail_with_two_parts(send) -> None:
 
 def test_an_answer_that_cannot_be_read_is_an_error():
     with pytest.raises(RehearsalProcessError, match="the answer of the new process cannot be read: TypeError"):
-        NewProcess(fail_with_two_parts).wait(lambda: None, lambda kind, value: None)
+        NewProcess(fail_with_two_parts).wait(Watch(seconds=60).check, lambda kind, value: None)
 
 
 @pytest.mark.parametrize("kind", ["strided", "slice", "sparse", "grad"])
