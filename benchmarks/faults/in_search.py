@@ -445,6 +445,17 @@ FAULTS = (
         why="the predicted slack is wrong, so that plans that fit are not certified",
     ),
     Fault(
+        name="head-start-predicts-less",
+        path="planner/choose/fitting.py",
+        old="lambda choice: 0, 1, _PREDICTIONS * _ATTEMPTS)",
+        new="lambda choice: 0, 1, _PREDICTIONS)",
+        tests=(
+            "tests/choose/test_budget_search.py"
+            "::test_the_head_start_passes_over_as_many_predicted_failures_as_a_search",
+        ),
+        why="the head start rehearses a plan that the search does not certify",
+    ),
+    Fault(
         name="predictions-without-end",
         path="planner/choose/budget_search.py",
         old="if predicted < predictions else 0",

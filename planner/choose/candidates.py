@@ -1,6 +1,6 @@
 """Candidates: a candidate is one configuration with one split of the batch, and its plans differ only in recompute.
 
-A configuration is the decisions about the whole step: precision, optimizer, loss, and whether it steps in the
+A configuration is the decisions about the whole step: precision, loss, optimizer, and whether it steps in the
 backward. The recording of a candidate gives the time and the peak of its step without recompute. No plan of the
 candidate is faster, because recompute only takes more time. Which modules to recompute or offload is an integer program
 over the units of the recording (`recompute.units`, `search.milp`). The units and the program are costly to build, so

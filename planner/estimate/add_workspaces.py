@@ -204,7 +204,8 @@ def _first_products(graph: StepGraph) -> Iterator[int]:
 def allocated_in_first_step(graph: StepGraph) -> dict[int, int]:
     """Returns for each cuBLAS workspace of a `primed` recording the tick at which the first step allocates it.
 
-    The keys are indices of storages. These workspaces are alive from the beginning of the recording on.
+    The keys are indices of storages. These workspaces are alive from the beginning of the recording on. Those of
+    cublasLt, which come after them in the recording, are left out.
     """
     kept = (
         index

@@ -269,7 +269,8 @@ def predicted_missing_bytes(
 
     Args:
         graph: the predicted allocations (`planner.recompute.selected_step`).
-        vram_bytes, alternatives, fastest: as in `smallest_of`.
+        vram_bytes: the budget.
+        alternatives, fastest: as in `smallest_of`.
     """
     enough_bytes = vram_bytes + _TOLERANCE_BYTES
     if not card.allocator or any(

@@ -175,7 +175,7 @@ class Search:
         )
 
     def may_fit(self, budget_bytes: int, *, below_ns: int | None = None, time_limit_seconds: float = 10.0) -> bool:
-        """Returns False if it is proven that no selection fits the budget below `below_ns` (None: any cost)."""
+        """Returns False if it is proven that no selection fits at a cost below `below_ns` (None: at any cost)."""
         began, self.effort = time.monotonic(), Effort()
         deadline = began + time_limit_seconds
         if below_ns is None:

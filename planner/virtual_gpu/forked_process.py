@@ -120,7 +120,7 @@ class _Fork:
         sys.stderr.flush()
         self._pid: int | None = None
         try:
-            with interrupts_held_back():
+            with _interrupts_held_back():
                 self._reader, writer = os.pipe()
                 try:
                     self._pid = _forked(function, self._reader, writer)
@@ -135,7 +135,7 @@ class _Fork:
 
     def end(self) -> None:
         assert self._pid is not None
-        with interrupts_held_back():
+        with _interrupts_held_back():
             with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody has to wait for it (`_status`)
                 os.kill(self._pid, signal.SIGKILL)
             os.close(self._reader)
@@ -220,7 +220,7 @@ def _forked(function: Callable[[Refuse], Any], reader: int, writer: int) -> int:
 
 
 @contextlib.contextmanager
-def interrupts_held_back() -> Iterator[None]:
+def _interrupts_held_back() -> Iterator[None]:
     """Context in which Ctrl-C has no effect. If it was pressed, its effect comes at the end of the context.
 
     Python runs functions of its own around a fork. An interrupt in one of them would be lost, and could leave a lock of

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import types
 from collections.abc import Callable
 
 import pytest
 
 from planner.choose.budget_search import PromiseBudgets, search
+from planner.choose.fitting import first_to_certify
 
 pytestmark = pytest.mark.no_torch
 
@@ -168,6 +170,24 @@ def test_a_search_for_one_plan_finds_the_one_that_is_certified_first(seed):
     many.search(predicted=many.lacks)
     one.search(predicted=one.lacks, attempts=1)
     assert one.tried == many.tried[:1]
+
+
+def test_the_head_start_passes_over_as_many_predicted_failures_as_a_search():
+    world, asked = World(curve("a", 150, cost=1.0), 1000), []
+
+    def predicted(plan: Plan) -> int:
+        asked.append(plan)
+        return 5 if len(asked) <= 3 else 0
+
+    def fastest(budget, *, below_ns: float = math.inf) -> Plan | None:
+        return world.ask(budget if callable(budget) else lambda config: budget, below_ns)
+
+    session = types.SimpleNamespace(
+        chooser=lambda space, constraints: types.SimpleNamespace(fastest=fastest),
+        budget=types.SimpleNamespace(tensor_bytes=1000),
+        predicted_missing_bytes=predicted,
+    )
+    assert first_to_certify(session, None, None) is asked[3]
 
 
 def test_only_one_plan_is_certified_if_nothing_is_predicted_to_fit():
