@@ -35,7 +35,7 @@ def runs_to_shorten(workload: Workload) -> tuple[LayerRun, ...]:
 
 
 def _options(optimizers: Optimizers) -> dict[int, object]:
-    """Returns by `id` for each parameter of the user's optimizers what decides which ops update it."""
+    """Maps the `id` of each parameter to its optimizer's name and to the options that decide which ops update it."""
     found: dict[int, object] = {}
     for name, optimizer in by_name(optimizers).items():
         for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
@@ -45,7 +45,10 @@ def _options(optimizers: Optimizers) -> dict[int, object]:
 
 
 def _kind(value: object) -> object:
-    """Returns what may decide which ops an update runs: for a number only whether it is 0, for a tensor nothing."""
+    """Returns the part of an option's value that may decide which ops an update runs.
+
+    Of a number, only whether it is 0 matters; of a tensor, only that it is a tensor.
+    """
     if isinstance(value, (list, tuple)):
         return [_kind(item) for item in value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):

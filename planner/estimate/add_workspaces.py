@@ -202,10 +202,11 @@ def _first_products(graph: StepGraph) -> Iterator[int]:
 
 
 def allocated_in_first_step(graph: StepGraph) -> dict[int, int]:
-    """Returns for each cuBLAS workspace of a `primed` recording the tick at which the first step allocates it.
+    """Returns the ticks at which a first step would allocate the cuBLAS workspaces.
 
-    The keys are indices of storages. These workspaces are alive from the beginning of the recording on. Those of
-    cublasLt, which come after them in the recording, are left out.
+    `graph` is a `primed` recording, as `with_workspaces` returns it. The keys are indices of its storages, and a value
+    is the tick of the first matrix product of a thread. In `graph` itself, the workspaces are alive from the beginning.
+    Workspaces of cublasLt, which come after them in the recording, are left out.
     """
     kept = (
         index

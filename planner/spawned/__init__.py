@@ -122,7 +122,7 @@ class NewProcess:
                     self._messages.put(pickle.load(pipe))
         except (OSError, EOFError, pickle.UnpicklingError):  # the process has ended, or was ended
             self._messages.put(("end", None))
-        except Exception as error:  # raised by code of the class of an answer
+        except Exception as error:  # to unpickle an answer runs code of its class, which may fail
             why = f"the answer of the new process cannot be read: {type(error).__name__}: {error}"
             self._messages.put(("error", RehearsalProcessError(why)))
 

@@ -221,10 +221,13 @@ def _forked(function: Callable[[Refuse], Any], reader: int, writer: int) -> int:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Context in which Ctrl-C has no effect. If it was pressed, its effect comes at the end of the context.
+    """Delays the effect of Ctrl-C until the context ends.
+
+    The context does nothing outside of the main thread, or if the handler of SIGINT was not set by Python.
 
     Python runs functions of its own around a fork. An interrupt in one of them would be lost, and could leave a lock of
-    `logging` locked. In a child, it would return to the user's program, which then runs twice.
+    `logging` locked. In the child, its KeyboardInterrupt would reach the user's program, which would then go on in two
+    processes.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or handler is None:
@@ -287,7 +290,7 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
 
     code = 1
     try:
-        # The parent reads until no process can write any more. So processes that the model starts must not be able to.
+        # The parent reads until the pipe is closed in all processes, so those that the model forks close it at once.
         os.register_at_fork(after_in_child=functools.partial(os.close, writer))
         os.dup2(2, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and decides whether to end the child

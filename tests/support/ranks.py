@@ -1,6 +1,6 @@
 """Runs a function in several processes that belong together, such as the ranks of a training.
 
-If one process fails, the others may wait for it for half an hour. So they are ended as soon as one has failed.
+If one process fails, the others could wait for it until a timeout. So they are ended as soon as one has failed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from planner.virtual_gpu.forked_process import Child
 T = TypeVar("T")
 
 SECONDS = 200.0
-"""Time limit of all processes together."""
+"""The processes are ended if they have not all finished after this many seconds."""
 
 
 def in_processes(count: int, run: Callable[[int], T]) -> list[T]:
-    """Returns `run(rank)` of each rank, computed in a process for each.
+    """Runs `run(rank)` for each rank in a process of its own, and returns the results in the order of the ranks.
 
     Raises:
         PlannerError: a process failed, see `Child.result`.
