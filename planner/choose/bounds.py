@@ -31,6 +31,8 @@ class UpdateMemoryBound:
     """Lower bound on the bytes of the optimizer state; None if the state is the same as in the recording."""
     counts_gradients: bool
     """True if all gradients are kept until the update; False if the update runs inside of the backward."""
+    counts_logits: bool = True
+    """False if the loss is computed in chunks, so that the logits take little memory."""
 
     def least_bytes(self, alive_bytes: np.ndarray, graph: StepGraph, *, granularity_bytes: int) -> np.ndarray:
         """Returns int64[ticks]: lower bounds on the bytes that are alive if this update replaces the recorded one.
@@ -45,8 +47,9 @@ class UpdateMemoryBound:
         least = alive_bytes.copy()
         if self.state_bytes is not None:
             least -= max(graph.bytes_of(Category.OPTIMIZER_STATE) - self.state_bytes, 0)
-        if not self.counts_gradients:
-            storages = [storage for storage in graph.storages if storage.category is Category.GRADIENT]
+        counted = {Category.GRADIENT: self.counts_gradients, Category.LOGITS: self.counts_logits}
+        if not all(counted.values()):
+            storages = [storage for storage in graph.storages if not counted.get(storage.category, True)]
             only = dataclasses.replace(graph, storages=storages, saves=[])
             least -= only.live_bytes(granularity_bytes=granularity_bytes)[: len(least)]
         least[graph.update_tick :] = 0
@@ -70,15 +73,6 @@ class Bounds:
     False for the user's optimizer with another kernel."""
     lower_bound_bytes: Callable[[tuple[Decision, ...]], int]
     """Returns for a configuration a lower bound in bytes on the peaks of its plans."""
-    activation_bytes: int
-    """Maximum bytes of activations in the baseline."""
-
-    def may_fit_without_recompute(self, decisions: tuple[Decision, ...], budget_bytes: int) -> bool:
-        """False if a step that recomputes nothing is not worth a rehearsal, because it will probably exceed the budget.
-
-        A lower precision at most halves the activations, so half of those of the baseline are counted.
-        """
-        return self.lower_bound_bytes(decisions) + self.activation_bytes // 2 <= budget_bytes
 
     def most_saved_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
         """Returns the maximum number of ns that `decisions` save in a step whose update takes `optimizer_ns`."""

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from planner.choose.bounds import UpdateMemoryBound, optimizer_ns
-from planner.choose.choice import Choice
+from planner.choose.choice import Choice, Prediction
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
 from planner.estimate.footprint import granularity_bytes, with_whole_batch
@@ -80,11 +80,17 @@ class Candidate:
         self.optimizer_ns = optimizer_ns(graph, self._op_ns)
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
         self._may_fit: dict[tuple[UpdateMemoryBound, int, int | None, bool], bool] = {}
+        self._predictions: dict[tuple[int, ...], Prediction] = {}
         self._relaxed: dict[UpdateMemoryBound, milp.Search] = {}
         self._smallest: Selection | None = None
         """The selection with the smallest peak; None if it is not known."""
         self._above_bytes = 0.0
         """It is proven that all peaks are above this number of bytes."""
+
+    @property
+    def has_update(self) -> bool:
+        """True if the recording has an optimizer update of its own, which another update can replace."""
+        return self._graph.update_tick is not None
 
     @functools.cached_property
     def peak_bytes(self) -> int:
@@ -177,7 +183,7 @@ class Candidate:
         return self._may_fit[asked]
 
     def _is_possible(self, update: UpdateMemoryBound, budget_bytes: int, below_ns: int | None, recompute: bool) -> bool:
-        if self._graph.update_tick is None:
+        if not self.has_update:
             return True
         relaxed = functools.partial(update.least_bytes, graph=self._graph, granularity_bytes=self._granularity_bytes)
         fits = bool(relaxed(self._live_bytes).max() <= budget_bytes)
@@ -239,14 +245,14 @@ class Candidate:
 
     def choice(self, selection: Selection) -> Choice:
         """Returns the plan with the selected units, with the peak and the time that it promises."""
-        step_ns = self.step_ns + selection.cost_ns
+        step_ns, predicted = self.step_ns + selection.cost_ns, Prediction(lambda: self._predicted(selection.units))
         return Choice(
             decisions=self.decisions(selection.units),
             peak_bytes=selection.peak_bytes,
             step_ns=step_ns,
             status=selection.status,
             gap=selection.gap * selection.cost_ns / step_ns,
-            predict=None if self._gathers else lambda: self._predicted(selection.units),
+            prediction=None if self._gathers else self._predictions.setdefault(selection.units, predicted),
         )
 
     def _predicted(self, selected: tuple[int, ...]) -> StepGraph:

@@ -56,9 +56,11 @@ class Certificates:
         return graph
 
     def begin(self, decisions: tuple[Decision, ...]) -> None:
-        """Start the rehearsal of decisions that will almost certainly be needed."""
+        """Start the rehearsal of decisions that will almost certainly be needed, and end another that was foreseen."""
         if decisions not in self._cached and decisions not in self._begun:
-            self._begun[decisions] = self._foreseen(decisions) or self._start(decisions)
+            foreseen = self._foreseen(decisions)
+            self.forget()
+            self._begun[decisions] = foreseen or self._start(decisions)
 
     def foresee(self, decisions: tuple[Decision, ...]) -> None:
         """Start the rehearsal of decisions that will probably be needed next, and end another one that was foreseen.
@@ -72,9 +74,13 @@ class Certificates:
         self.forget()
         self._ahead = decisions, self._start(decisions)
 
-    def forget(self) -> None:
-        """End the rehearsal that was started by `foresee`: its certificate will not be needed."""
-        if self._ahead is not None:
+    def forget(self, decisions: tuple[Decision, ...] | None = None) -> None:
+        """End the rehearsal that was started by `foresee`, because its certificate will not be needed.
+
+        Args:
+            decisions: the rehearsal ends only if it is that of these decisions. None to end it anyway.
+        """
+        if self._ahead is not None and decisions in (None, self._ahead[0]):
             self._ahead[1].end()
             self._ahead = None
 

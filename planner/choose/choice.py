@@ -5,12 +5,35 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from planner.estimate.footprint import predicted_missing_bytes
 from planner.plan_types.decision_base import Decision, fidelity_of
+from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
 from planner.space.configurations import Config
 
 TIE = 1.05
 """Factor between predicted step times below which two plans count as equally fast."""
+
+
+class Prediction:
+    """Predicts how many bytes a plan lacks to fit, before the plan is rehearsed. Each answer is computed once."""
+
+    def __init__(self, predicted_steps: Callable[[], StepGraph]) -> None:
+        """
+        Args:
+            predicted_steps: function that returns the predicted allocations of two steps of the plan.
+        """
+        self._predicted_steps = predicted_steps
+        self._missing_bytes: dict[tuple[DeviceProfile, int, tuple[Config, ...], bool], int] = {}
+
+    def missing_bytes(
+        self, card: DeviceProfile, vram_bytes: int, alternatives: tuple[Config, ...], fastest: bool
+    ) -> int:
+        """Returns how many bytes the plan lacks; 0 if it may fit. For the arguments see `predicted_missing_bytes`."""
+        asked = card, vram_bytes, alternatives, fastest
+        if asked not in self._missing_bytes:
+            self._missing_bytes[asked] = predicted_missing_bytes(self._predicted_steps(), *asked)
+        return self._missing_bytes[asked]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +52,8 @@ class Choice:
     config: Config = ()
     """The configuration of the plan. Its number of loss chunks is the number for the whole batch, even if the plan
     splits the batch and `decisions` have fewer chunks."""
-    predict: Callable[[], StepGraph] | None = dataclasses.field(default=None, compare=False, repr=False)
-    """A function that returns the predicted allocations of two steps of the plan, from which the allocator's slack is
-    predicted before the plan is rehearsed. None if there is no prediction."""
+    prediction: Prediction | None = dataclasses.field(default=None, compare=False, repr=False)
+    """Predicts the allocator's slack before the plan is rehearsed. None if there is no prediction."""
     passed_over: Choice | None = None
     """A choice that is faster by less than the factor `TIE`, but less faithful or with more decisions."""
 

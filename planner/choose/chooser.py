@@ -1,8 +1,8 @@
 """Finds the fastest plan whose promised peak is inside a budget: branch and bound over configurations.
 
-A plan is chosen on three levels. A *configuration* (precision, loss, optimizer, time of the update) and a *split* of
-the batch together are a candidate. In a candidate, *units* are selected to be recomputed or offloaded. Configurations
-and splits are few, so they are enumerated. Units are selected by an integer program for each candidate (`search.milp`).
+A *configuration* (precision, loss, optimizer, time of the update) and a *split* of the batch together are a candidate.
+Candidates are few, so they are enumerated. In each, the *units* to be recomputed or offloaded are selected by an
+integer program (`search.milp`).
 
 1. Configurations are tried in the order of `configs`: the fastest precision first, so that its time prunes the others.
 2. Before a candidate is recorded, a lower bound on its time is computed: the time of the baseline or of a simpler
@@ -147,17 +147,15 @@ class Chooser:
             limit_ns = self._limit_ns(config, found, above_ns)
             if self._bound_ns(config) >= limit_ns or budget_of(config) <= self._hopeless_bytes:
                 continue
-            # The first configuration often fits without recompute. If it did not, the next ones will be needed too.
-            several = number > 0 and not found
-            if several:
-                self._prefetcher.several(
-                    (self._simpler(soon), self.configurations.splits(soon)) for soon in (config, *upcoming)
-                )
+            splits = self.configurations.splits(config)
+            is_likely = not found and self._probably_fits(config, budget_of(config))
+            if number > 0 and not found and not is_likely:  # the next configurations will probably be needed, too
+                precision = with_roles(config, Role.PRECISION)  # other precisions are tried only if nothing fits in it
+                soon = [config, *(other for other in upcoming if with_roles(other, Role.PRECISION) == precision)]
+                self._prefetcher.several((self._simpler(each), self.configurations.splits(each)) for each in soon)
             if self._may_be_faster(config, budget_of(config), limit_ns):
-                if several or not self._bounds.may_fit_without_recompute(config, budget_of(config)):
-                    self._prefetcher.first_split(config, self.configurations.splits(config))
-                else:
-                    self._prefetcher.with_certificate(config, self.configurations.splits(config))
+                best = simplest_in_tie(found).decisions if found else None
+                self._prefetcher.first_split(config, splits, best=best, is_likely=is_likely)
                 choices = self._fastest_of(config, budget_of(config), limit_ns)
                 found += [self._complete(choice, config) for choice in choices if choice.step_ns < above_ns]
         return simplest_in_tie(found) if found else None
@@ -179,10 +177,10 @@ class Chooser:
         As `_is_hopeless` says, gradients are not counted, and the optimizer state is the smallest possible.
         """
         configs = [config for config in self.configurations if not self.configurations.could_use_chunks(config)]
-        self._prefetcher.smallest(
-            (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs
-        )
-        for config in configs:
+        last_splits = [(self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs]
+        for number, config in enumerate(configs):
+            # If the first one may fit, as is often the case, the others are not needed.
+            self._prefetcher.smallest(last_splits[number:] if number else last_splits[:1])
             update = dataclasses.replace(self._bounds.update_memory_bound(config), counts_gradients=False)
             for split in self.configurations.splits(config)[-1:]:
                 candidate = self._bounding(self._simpler(config), split)
@@ -205,28 +203,29 @@ class Chooser:
             key=lambda bounded: bounded[1],
         )
         found: list[Choice] = []
+        smallest_bytes = math.inf
 
-        def smallest_bytes() -> float:
-            return min((choice.peak_bytes for choice in found), default=math.inf)
+        def splits(config: Config, least_bytes: int) -> tuple[MicroBatching, ...]:
+            """Returns the splits of a configuration with which a peak may be as small as the smallest one so far."""
+            update, simpler = self._bounds.update_memory_bound(config), self._simpler(config)
+            splits = self._splits_to_the_smallest(config) if least_bytes < smallest_bytes else ()
+            recorded = [(split, self._candidates.get(simpler, split) if found else None) for split in splits]
+            return tuple(s for s, of in recorded if not of or of.may_fit_with(update, int(smallest_bytes), None, True))
 
         for window in with_upcoming(configs):
             config, least_bytes = window[0]
-            self._prefetcher.smallest(
-                (soon, self._splits_to_the_smallest(soon))
-                for soon, least_soon in window
-                if least_soon < smallest_bytes()
-            )
+            self._prefetcher.smallest((soon, splits(soon, least_soon)) for soon, least_soon in window)
             tried: set[MicroBatching] = set()
-            while least_bytes < smallest_bytes() and (rest := set(self._splits_to_the_smallest(config)) - tried):
+            while rest := set(splits(config, least_bytes)) - tried:
                 split = max(rest, key=lambda split: split.micro_batches)
                 tried.add(split)
-                if (candidate := self._candidate(config, split)) and candidate.lower_bound_bytes < smallest_bytes():
-                    choice = self._smallest_of(candidate, smallest_bytes())
+                if (candidate := self._candidate(config, split)) and candidate.lower_bound_bytes < smallest_bytes:
+                    choice = self._smallest_of(candidate, smallest_bytes)
                     found += [] if choice is None else [self._complete(choice, config)]
+                    smallest_bytes = min(choice.peak_bytes for choice in found) if found else math.inf
         if not found:
-            impossible = DecisionError(
-                f"no plan is possible: {self.configurations.clash()}; force only one of the two techniques"
-            )
+            clash = self.configurations.clash()
+            impossible = DecisionError(f"no plan is possible: {clash}; force only one of the two techniques")
             raise next(iter(self.dropped.values()), impossible)
         if self._force_recompute and not any(candidate.can_recompute for candidate in self._candidates.all()):
             raise self._why_no_units or DecisionError(
@@ -319,6 +318,16 @@ class Chooser:
                 return True
         return False
 
+    def _probably_fits(self, config: Config, budget_bytes: int) -> bool:
+        """Returns True if `config` probably fits without recompute, as a recording without its decisions shows."""
+        simpler = without_roles(self._simpler(config), Role.LOSS)
+        candidate = self._candidates.get(simpler, self.configurations.splits(config)[0])
+        if candidate is None or not candidate.has_update:
+            return False
+        update, in_chunks = self._bounds.update_memory_bound(config), has_role(config, Role.LOSS)
+        update = dataclasses.replace(update, counts_logits=not in_chunks)
+        return candidate.may_fit_with(update, budget_bytes, below_ns=None, recompute=False)
+
     def _bounding(self, simpler: Config, split: MicroBatching) -> Candidate | None:
         """Returns the candidate of `simpler`; None if it is not in the search space or cannot be rehearsed."""
         if simpler in self._without_bound or simpler not in self.configurations:
@@ -338,8 +347,6 @@ class Chooser:
         best: list[Choice] = []
         # Without recompute: the first split that fits is the fastest, since more micro-batches take more time.
         for split in splits:
-            if tight:
-                self._prefetcher.all_splits(config, splits)
             candidate = self._candidate(config, split)
             if candidate is None:
                 continue
@@ -352,6 +359,7 @@ class Chooser:
             if never_fits and self._is_hopeless(budget_bytes):
                 return []
             tight.append(candidate)
+            self._prefetcher.all_splits(config, splits)
         # With recompute: splits with fewer micro-batches, if recompute costs less than more micro-batches do.
         for candidate in () if self.configurations.could_use_chunks(config) else filter(Candidate.can_free, tight):
             limit_ns = min([limit_ns, *(choice.step_ns for choice in best)])

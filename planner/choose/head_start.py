@@ -29,7 +29,9 @@ def start_early(session: PlanningSession, constraints: Constraints) -> None:
         StepError: the step cannot be rehearsed.
         TimeIsUp: the time was up before the baseline was recorded.
     """
-    if session.workload.step is not None:  # only the baseline shows how many calls of the user's step are recorded
+    # For a step of the user's own, only the baseline shows how many calls of the step are recorded. Without identical
+    # layers, what-if recordings are finished no earlier than the baseline.
+    if session.workload.step is not None or not session.recordings.have_few_layers:
         session.expect(constraints)
         return
     watch, recordings = session.watch, session.recordings
@@ -39,10 +41,11 @@ def start_early(session: PlanningSession, constraints: Constraints) -> None:
         # Errors of this search are ignored: the next search, which has the baseline, raises or reports them again.
         with contextlib.suppress(StepError, TimeIsUp), watch.at_most(_FRACTION * watch.left_seconds):
             guessing = session.before_baseline(constraints)
+            recordings.begin_comparison()
             space = guessing.search_space(constraints)
             choice = first_to_certify(guessing, space, constraints)
             if choice is not None and choice.decisions:
                 session.begin_certificate(choice)
-    recordings.begin_comparison()
+    recordings.begin_comparison()  # unless it was begun
     _ = session.baseline_graph
     recordings.confirm()

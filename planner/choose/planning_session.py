@@ -23,7 +23,7 @@ from planner.choose.searches import Searches
 from planner.choose.shortening import Shortening, runs_to_shorten
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
-from planner.estimate.footprint import Measured, measure, predicted_missing_bytes, runs_within, smallest_of
+from planner.estimate.footprint import Measured, measure, runs_within, smallest_of
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
@@ -315,7 +315,6 @@ class PlanningSession:
             loss_ns=loss_ns(graph, times),
             updates=self._least_updates(frozen),
             lower_bound_bytes=self.lower_bound_bytes,
-            activation_bytes=self.baseline.measured.footprint.most.get(Category.ACTIVATION, 0),
         )
         chooser = Chooser(
             space,
@@ -368,10 +367,10 @@ class PlanningSession:
 
     def predicted_missing_bytes(self, choice: Choice) -> int:
         """Returns how many bytes a plan will probably lack; 0 if it may fit, or if nothing is known."""
-        if choice.predict is None:
+        if choice.prediction is None:
             return 0
         usable_bytes, possible = self.budget.usable_bytes, self._with_each_allocator(choice)
-        return predicted_missing_bytes(choice.predict(), self.card, usable_bytes, possible, self._takes_fastest)
+        return choice.prediction.missing_bytes(self.card, usable_bytes, tuple(possible), self._takes_fastest)
 
     def smallest_budget_bytes(self, certified: Certified, *, above_bytes: int = 0) -> int:
         """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""

@@ -5,9 +5,10 @@ configurations in a fixed order (`Chooser._bounded_configs`), so the next config
 reads a few of them ahead, and the prefetcher starts their recordings in parallel. This changes only when the work
 starts, and never what is chosen. A wrong guess keeps a core busy for a few seconds.
 
-The prefetcher makes two guesses. The first configuration often fits without recompute, so its certificate is rehearsed
-while it is still being recorded. If it did not fit, several configurations will be tried until a plan fits, so their
-recordings start together.
+While a configuration is recorded, the certificate of the most likely choice is rehearsed. It is the best plan so far,
+because few of the later configurations are faster by more than a tie. Before a plan is found, it is the step of the
+present configuration without recompute, if a simpler recording shows that it probably fits. If no plan has fit, several
+configurations will be tried until one fits, so their recordings start together.
 """
 
 from __future__ import annotations
@@ -40,17 +41,33 @@ class Prefetcher:
 
     def several(self, planned: Iterable[Planned]) -> None:
         """Start recordings of several configurations that will be tried soon, with the first split of each."""
-        self._certificates.forget()  # that certificate is no longer likely to be needed, and recordings need the cores
         for config, splits in planned:
             self._candidates.prefetch(config, splits[:1])
 
-    def first_split(self, config: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
-        """Start the recording of a configuration with its first split."""
-        self._candidates.prefetch(config, splits[:1])
+    def first_split(
+        self,
+        config: tuple[Decision, ...],
+        splits: tuple[MicroBatching, ...],
+        *,
+        best: tuple[Decision, ...] | None,
+        is_likely: bool,
+    ) -> None:
+        """Start the recording of a configuration with its first split, and the certificate of the most likely choice.
+
+        Args:
+            best: decisions of the best plan so far; None if no plan has been found. Its certificate is started.
+            is_likely: True if the configuration probably fits without recompute. If there is no `best`, the certificate
+                of its step without recompute is started.
+        """
+        for split in splits[:1]:
+            if self._candidates.get(config, split) is None:
+                self._candidates.prefetch(config, (split,))
+                if best or is_likely:
+                    self._certificates.foresee(best or self._without_recompute(config, split))
 
     def all_splits(self, config: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
         """Start recordings for all splits of a configuration that does not fit with its first split."""
-        self._certificates.forget()
+        self._certificates.forget(self._without_recompute(config, splits[0]))
         self._candidates.prefetch(config, splits)
 
     def smallest(self, planned: Iterable[Planned]) -> None:
@@ -58,15 +75,9 @@ class Prefetcher:
         for config, splits in planned:
             self._candidates.prefetch(config, splits)
 
-    def with_certificate(self, config: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
-        """Start recording a configuration with its first split, and start rehearsing the same step for a certificate.
-
-        If the step fits without recompute, the search needs no other recording and no other certificate.
-        """
-        for split in splits[:1]:
-            if self._candidates.get(config, split) is None:
-                self._candidates.prefetch(config, (split,))
-                self._certificates.foresee((*self._candidates.config(config, split), *split.decisions()))
+    def _without_recompute(self, config: tuple[Decision, ...], split: MicroBatching) -> tuple[Decision, ...]:
+        """Returns the decisions of the plan of a configuration that recomputes nothing."""
+        return (*self._candidates.config(config, split), *split.decisions())
 
 
 def with_upcoming(items: Iterable[T], size: int = LOOKAHEAD) -> Iterator[tuple[T, ...]]:

@@ -292,6 +292,11 @@ class Recordings:
         return bool(self._shortening.runs)
 
     @property
+    def have_few_layers(self) -> bool:
+        """True if only a few of many identical layers are recorded. It is False if it turned out that all are needed."""
+        return bool(self._shortening.runs)
+
+    @property
     def is_dropped(self) -> bool:
         """True if recordings were dropped, because they had been lengthened wrongly."""
         return self._shortening.is_dropped

@@ -10,10 +10,10 @@ from planner import pipeline
 from planner.choose.certificates import Certificates
 from planner.errors import RehearsalError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Fidelity
+from planner.plan_types.decision_base import Fidelity, Role, without_roles
 from planner.plan_types.decisions import Decision, Precision
 from planner.plan_types.recompute_decisions import Checkpoint
-from tests.support.workloads import CARD, example
+from tests.support.workloads import CARD, example, transformer
 
 BF16, FP16 = (Precision(dtype="bf16"),), (Precision(dtype="fp16"),)
 
@@ -123,43 +123,67 @@ def test_few_ops_are_kept_at_hand(begun):
     assert [child.decisions for child in begun] == [BF16, FP16, BF16]
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_the_search_foresees_what_it_chooses(monkeypatch):
-    """Without a head start, the certificate of the choice is begun while its what-if recording is made."""
-    monkeypatch.setattr(pipeline, "start_early", lambda session, constraints: session.expect(constraints))
-    begun: list[tuple[tuple[Decision, ...], bool]] = []
-    rehearsed = Certificates._child
-
-    def child(self, decisions):
-        foreseen = self._ahead is not None and self._ahead[0] == decisions
-        begun.append((decisions, foreseen))
-        return rehearsed(self, decisions)
-
-    monkeypatch.setattr(Certificates, "_child", child)
-    work = example("sequential.py:build", 256)
-    constraints = Constraints(
-        fidelity=BF16[0].fidelity, forced=("mixed-precision",), forbidden=("8bit-optimizer", "optimizer-kernel")
-    )
-    plan = pipeline.plan_workload(work, CARD, vram_bytes=8 << 30, constraints=constraints)
-    assert plan.decisions == BF16
-    assert begun == [((), False), (BF16, True)]
+def test_what_was_begun_ends_what_was_foreseen(begun):
+    made = certificates(begun)
+    made.foresee(BF16)
+    made.begin(FP16)
+    assert [(child.decisions, child.ended) for child in begun] == [(BF16, True), (FP16, False)]
 
 
-@pytest.mark.slow
-def test_a_step_that_cannot_fit_without_recompute_is_not_rehearsed(monkeypatch):
-    begun: list[tuple[Decision, ...]] = []
+def test_only_the_named_rehearsal_is_forgotten(begun):
+    made = certificates(begun)
+    made.foresee(BF16)
+    made.forget(FP16)
+    assert not begun[0].ended
+    made.forget(BF16)
+    assert begun[0].ended
+
+
+@pytest.fixture
+def foreseen(monkeypatch) -> list[tuple[Decision, ...]]:
+    """Returns the decisions whose certificates a search starts ahead."""
+    noted: list[tuple[Decision, ...]] = []
     foresee = Certificates.foresee
 
-    def noted(self, decisions):
-        begun.append(decisions)
+    def noting(self, decisions):
+        noted.append(decisions)
         foresee(self, decisions)
 
-    monkeypatch.setattr(Certificates, "foresee", noted)
+    monkeypatch.setattr(Certificates, "foresee", noting)
+    return noted
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_the_best_plan_so_far_is_certified_while_another_configuration_is_recorded(foreseen):
+    work = example("sequential.py:build", 256)
+    constraints = Constraints(fidelity=BF16[0].fidelity, forced=("mixed-precision",), forbidden=("8bit-optimizer",))
+    plan = pipeline.plan_workload(work, CARD, vram_bytes=8 << 30, constraints=constraints)
+    assert {"mixed-precision", "optimizer-kernel"} == {decision.kind for decision in plan.decisions}
+    assert foreseen == [BF16]
+
+
+@pytest.mark.slow
+def test_the_certificate_of_a_chunked_loss_is_started_while_its_step_is_recorded(foreseen):
+    """Without the logits, which a recording of the whole loss shows, the step fits."""
+    settings = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 20_000, "tie_word_embeddings": False}
+    work = transformer("llama", "LlamaForCausalLM", batch_size=2, seq_len=512, **settings)
+    others = "optimizer-kernel", "8bit-optimizer", "accumulation", "step-in-backward", "mixed-precision"
+    constraints = Constraints(fidelity=Fidelity.ROUNDED, forced=(), forbidden=others)
+    baseline = pipeline.plan_workload(work, CARD, vram_bytes=None, constraints=constraints).baseline
+    vram_bytes = baseline.total_bytes - baseline.most["logits and loss"] // 2
+    plan = pipeline.plan_workload(work, CARD, vram_bytes=vram_bytes, constraints=constraints)
+    rehearsed = without_roles(plan.decisions, Role.ALLOCATOR)
+    assert plan.fits and [decision.kind for decision in rehearsed] == ["chunked-loss"]
+    assert foreseen == [rehearsed]
+
+
+@pytest.mark.slow
+def test_a_step_that_cannot_fit_without_recompute_is_not_rehearsed(foreseen):
     work = example("sequential.py:build", 16384)
     constraints = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
     baseline = pipeline.plan_workload(work, CARD, vram_bytes=None, constraints=constraints).baseline
     budget = baseline.total_bytes - baseline.most["activations"] * 2 // 3
     plan = pipeline.plan_workload(work, CARD, vram_bytes=budget, constraints=constraints)
     assert plan.fits
-    assert begun == []
+    assert foreseen == []

@@ -8,9 +8,11 @@ import transformers
 
 import planner
 from planner.assemble import _tie_notes
-from planner.choose.choice import Choice, simplest_in_tie
+from planner.choose import choice as choice_module
+from planner.choose.choice import Choice, Prediction, simplest_in_tie
 from planner.plan_types.decisions import OptimizerKernel, Precision
 from planner.plan_types.recompute_decisions import Checkpoint
+from tests.support.workloads import CARD
 
 KERNEL, CHECKPOINT, BF16 = OptimizerKernel(kernel="fused"), Checkpoint(modules=("0",)), Precision(dtype="bf16")
 
@@ -30,6 +32,26 @@ def test_a_more_exact_plan_is_chosen_before_a_simpler_one():
 
 def test_the_fastest_plan_passes_nothing_over():
     assert simplest_in_tie([choice(100, KERNEL), choice(101, KERNEL, CHECKPOINT)]) == choice(100, KERNEL)
+
+
+def test_a_prediction_is_computed_once_for_each_budget_and_allocator(monkeypatch):
+    asked = []
+
+    def missing_bytes(graph, card, vram_bytes, alternatives, fastest):
+        asked.append((graph, vram_bytes, alternatives, fastest))
+        return 100 - vram_bytes + len(alternatives)
+
+    monkeypatch.setattr(choice_module, "predicted_missing_bytes", missing_bytes)
+    prediction = Prediction(lambda: "two steps")
+    for _ in range(2):
+        assert prediction.missing_bytes(CARD, 90, ((),), True) == 11
+        assert prediction.missing_bytes(CARD, 80, ((),), True) == 21
+        assert prediction.missing_bytes(CARD, 90, ((), (KERNEL,)), False) == 12
+    assert asked == [
+        ("two steps", 90, ((),), True),
+        ("two steps", 80, ((),), True),
+        ("two steps", 90, ((), (KERNEL,)), False),
+    ]
 
 
 def test_a_note_names_a_plan_that_is_faster_by_more_than_a_percent():

@@ -30,8 +30,8 @@ class Started:
     def foresee(self, decisions) -> None:
         self.events.append(("certify", decisions))
 
-    def forget(self) -> None:
-        self.events.append("forget")
+    def forget(self, decisions) -> None:
+        self.events.append(("forget", decisions))
 
 
 def prefetcher(started: Started, chunks: ChunkedLossOption | None = None) -> Prefetcher:
@@ -52,18 +52,33 @@ def test_it_reads_no_further_ahead_than_it_has_to():
     assert next(windows) == (1, 2, 3) and read == [0, 1, 2, 3]
 
 
-def test_several_configurations_start_with_their_first_split_and_end_the_single_guess():
+def test_several_configurations_start_with_their_first_split():
     started = Started()
     prefetcher(started).several([(BF16, (WHOLE, HALVES)), (FUSED, (HALVES,))])
-    assert started.events == ["forget", ("record", BF16, (WHOLE,)), ("record", FUSED, (HALVES,))]
+    assert started.events == [("record", BF16, (WHOLE,)), ("record", FUSED, (HALVES,))]
 
 
-def test_the_likely_plan_is_recorded_and_certified_unless_it_is_known():
+@pytest.mark.parametrize(
+    ("guess", "certified"),
+    [
+        ({"best": None, "is_likely": False}, None),
+        ({"best": None, "is_likely": True}, BF16),
+        ({"best": FUSED, "is_likely": False}, FUSED),
+        ({"best": FUSED, "is_likely": True}, FUSED),
+        ({"best": (), "is_likely": False}, None),  # the baseline needs no certificate
+    ],
+)
+def test_a_configuration_is_recorded_and_the_likely_choice_is_certified(guess, certified):
+    started = Started()
+    prefetcher(started).first_split(BF16, (WHOLE, HALVES), **guess)
+    assert started.events == [("record", BF16, (WHOLE,)), *([("certify", certified)] if certified else [])]
+
+
+def test_nothing_is_started_ahead_of_what_is_known():
     started = Started((FUSED, WHOLE))
-    prefetcher(started).with_certificate(BF16, (WHOLE, HALVES))
-    prefetcher(started).with_certificate(FUSED, (WHOLE,))
-    prefetcher(started).with_certificate(BF16, ())
-    assert started.events == [("record", BF16, (WHOLE,)), ("certify", BF16)]
+    prefetcher(started).first_split(FUSED, (WHOLE,), best=BF16, is_likely=True)
+    prefetcher(started).first_split(BF16, (), best=FUSED, is_likely=True)
+    assert started.events == []
 
 
 def test_splits_with_as_many_chunks_are_started_together():
@@ -71,7 +86,7 @@ def test_splits_with_as_many_chunks_are_started_together():
     prefetcher(started, CHUNKS).all_splits((*BF16, *loss), (WHOLE, HALVES, QUARTERS))
     fewer = ChunkedLoss(module="head", chunks=4)
     assert started.events == [
-        "forget",
+        ("forget", (*BF16, *loss)),  # the first split does not fit without recompute
         ("record", (*BF16, *loss), (WHOLE,)),
         ("record", (*BF16, fewer), (HALVES, QUARTERS)),
     ]
