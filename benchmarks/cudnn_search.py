@@ -23,7 +23,7 @@ from benchmarks.planning import console_with_versions
 from benchmarks.published import vision
 from planner import profiles
 from planner.estimate.add_workspaces import convolution_notes, with_known_algorithms, without_searches
-from planner.estimate.footprint import measure, smallest_capacity_bytes
+from planner.estimate.footprint import measure, smallest_total_bytes
 from planner.pipeline import record_step
 from planner.plan_types.sizes import MIB
 from planner.recording.step_graph import StepGraph
@@ -86,7 +86,7 @@ def main() -> None:
         for each in (without_searches(graph), with_known_algorithms(graph), graph):
             footprint = measure(each, CARD, vram_bytes=None).footprint
             cells.append(f"{footprint.allocated_bytes / MIB:,.0f} / {footprint.total_bytes / MIB:,.0f}")
-        cells.append(f"{smallest_capacity_bytes(graph, CARD) / MIB:,.0f}")
+        cells.append(f"{smallest_total_bytes(graph, CARD) / MIB:,.0f}")
         console.print(f"| {' | '.join(cells)} |")
         sources |= dict.fromkeys(convolution_notes(graph, CARD, torch.__version__))
     for note in sources:

@@ -21,12 +21,12 @@ from collections.abc import Iterator, Sequence
 from planner.assemble import assemble_plan, assemble_tradeoff, early_note
 from planner.choose import fitting
 from planner.choose.certificates import Certificates
-from planner.choose.head_start import start_early
+from planner.choose.head_start import rehearse_baseline
 from planner.choose.pareto_front import front
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.choose.relaxations import relaxations, shortfall_of
 from planner.errors import TimeLimitError
-from planner.estimate.footprint import smallest_capacity_bytes
+from planner.estimate.footprint import smallest_total_bytes
 from planner.kept.recordings import KeptRecordings
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision
@@ -68,7 +68,7 @@ def plan_workload(
     with open_session(workload, card, budget, watch) as session:
         if budget is None:
             return assemble_plan(session, session.baseline, constraints, None, began=began)
-        start_early(session, constraints)
+        rehearse_baseline(session, constraints)
         space = session.search_space(constraints)
         certified, early = fastest_in_time(session, space, constraints)
         shortfall = None
@@ -155,7 +155,7 @@ def largest_step(workloads: Sequence[Workload], card: DeviceProfile, watch: Watc
         return workloads[0]
     if watch is not None:
         watch.stage(f"rehearsing {len(workloads)} batches")
-    return max(workloads, key=lambda work: smallest_capacity_bytes(record_step(work, card, watch=watch), card))
+    return max(workloads, key=lambda work: smallest_total_bytes(record_step(work, card, watch=watch), card))
 
 
 def record_step(

@@ -13,7 +13,7 @@ from planner import pipeline, profiles
 from planner.assemble import assemble_plan
 from planner.choose import fitting
 from planner.errors import BudgetError, DecisionError, StepError, TimeLimitError, WorkloadError
-from planner.estimate.footprint import smallest_capacity_bytes
+from planner.estimate.footprint import smallest_total_bytes
 from planner.plan_types.constraints import Constraints, kinds_of
 from planner.plan_types.decision_base import Decision, Role
 from planner.plan_types.plan import Plan
@@ -335,4 +335,4 @@ def total_bytes_with(
     workload: Workload, card: DeviceProfile, decisions: tuple[Decision, ...], *, watch: Watch | None = None
 ) -> int:
     """Rehearse the step with these decisions, and return the smallest total in bytes under which it runs."""
-    return smallest_capacity_bytes(pipeline.record_step(workload, card, decisions, watch=watch), card, decisions)
+    return smallest_total_bytes(pipeline.record_step(workload, card, decisions, watch=watch), card, decisions)

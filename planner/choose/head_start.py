@@ -22,8 +22,8 @@ _FRACTION = 0.2
 """Maximum fraction of the remaining time for the first search. The rehearsal of the baseline needs the rest."""
 
 
-def start_early(session: PlanningSession, constraints: Constraints) -> None:
-    """Rehearse the baseline, and meanwhile start the certificate of the plan that will probably be chosen.
+def rehearse_baseline(session: PlanningSession, constraints: Constraints) -> None:
+    """Rehearse the baseline and, if that takes long, start the certificate of the plan that will probably be chosen.
 
     Raises:
         StepError: the step cannot be rehearsed.
@@ -33,6 +33,7 @@ def start_early(session: PlanningSession, constraints: Constraints) -> None:
     # layers, what-if recordings are finished no earlier than the baseline.
     if session.workload.step is not None or not session.recordings.have_few_layers:
         session.expect(constraints)
+        _ = session.baseline_graph
         return
     watch, recordings = session.watch, session.recordings
     with recordings.assumed_right():

@@ -110,7 +110,7 @@ class PlanningSession:
             watch=self.watch,
             sharding=workload.sharding,
         )
-        self._takes_fastest = True
+        self._only_fastest = True
         """False if convolutions whose workspace does not fit may run a slower algorithm, as in PyTorch."""
         self._start_forward = start_forward
         self.searches = Searches()
@@ -210,7 +210,7 @@ class PlanningSession:
     @property
     def has_slower_algorithms(self) -> bool:
         """True if convolutions have slower algorithms with smaller workspaces, and these plans do not use them."""
-        return self._takes_fastest and any(storage.trials for storage in self.baseline_graph.storages)
+        return self._only_fastest and any(storage.trials for storage in self.baseline_graph.storages)
 
     def with_slower_algorithms(self) -> PlanningSession:
         """Returns a session whose convolutions may run slower algorithms. Its plans promise the smallest workspaces.
@@ -221,7 +221,7 @@ class PlanningSession:
         if not self.has_slower_algorithms:
             return self
         other = copy.copy(self)
-        other._takes_fastest = False
+        other._only_fastest = False
         least = self.recordings.finished_by(lambda graph: with_least_workspaces(self._with_workspaces(graph)))
         other._candidates = self._candidates.of_recordings(least)
         other.__dict__.pop("baseline", None)
@@ -268,12 +268,12 @@ class PlanningSession:
                 fitting = next((certified for certified in possible if certified.measured.fits), None)
                 if fitting is not None:
                     return fitting
-            if possible and not runs_within(graph, self.card, total_bytes, decisions, fastest=self._takes_fastest):
+            if possible and not runs_within(graph, self.card, total_bytes, decisions, fastest=self._only_fastest):
                 continue
             measured = self._measured(graph, total_bytes, decisions)
             chosen = dataclasses.replace(choice, decisions=decisions)
             # A promise may count the smallest workspaces. If larger ones fit after all, the peak is higher.
-            more_bytes = 0 if self._takes_fastest else measured.curve_bytes - measured.least_bytes
+            more_bytes = 0 if self._only_fastest else measured.curve_bytes - measured.least_bytes
             possible.append(Certified(choice=chosen, graph=graph, measured=measured, more_bytes=more_bytes))
             if measured.fits and not measured.retries:
                 return possible[-1]
@@ -370,11 +370,11 @@ class PlanningSession:
         if choice.prediction is None:
             return 0
         usable_bytes, possible = self.budget.usable_bytes, self._with_each_allocator(choice)
-        return choice.prediction.missing_bytes(self.card, usable_bytes, tuple(possible), self._takes_fastest)
+        return choice.prediction.missing_bytes(self.card, usable_bytes, tuple(possible), self._only_fastest)
 
     def smallest_budget_bytes(self, certified: Certified, *, above_bytes: int = 0) -> int:
         """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""
-        alternatives, fastest = self._with_each_allocator(certified.choice), self._takes_fastest
+        alternatives, fastest = self._with_each_allocator(certified.choice), self._only_fastest
         return smallest_of(certified.graph, self.card, alternatives, fastest=fastest, above_bytes=above_bytes)
 
     @functools.cached_property
@@ -393,7 +393,7 @@ class PlanningSession:
         return TrainedParameters.of(self.workload, self.baseline_graph.trained)
 
     def _measured(self, graph: StepGraph, total_bytes: int | None, decisions: tuple[Decision, ...] = ()) -> Measured:
-        return measure(graph, self.card, vram_bytes=total_bytes, decisions=decisions, fastest=self._takes_fastest)
+        return measure(graph, self.card, vram_bytes=total_bytes, decisions=decisions, fastest=self._only_fastest)
 
     def _with_workspaces(self, graph: StepGraph) -> StepGraph:
         return with_workspaces(graph, self.card, torch.__version__)

@@ -293,7 +293,7 @@ class Recordings:
 
     @property
     def have_few_layers(self) -> bool:
-        """True if only a few of many identical layers are recorded. It is False if it turned out that all are needed."""
+        """True if only a few of many identical layers are recorded, and False if all turned out to be needed."""
         return bool(self._shortening.runs)
 
     @property

@@ -155,7 +155,7 @@ def measure(
     )
 
 
-def smallest_capacity_bytes(
+def smallest_total_bytes(
     graph: StepGraph,
     card: DeviceProfile,
     decisions: Iterable[Decision] = (),
@@ -223,14 +223,14 @@ def smallest_of(
     """Returns the smallest total in bytes in which the step runs with any of the alternatives for its decisions.
 
     The alternatives differ in the options of the allocator. An alternative is measured only if the step runs with it
-    in less than with those before it. The other arguments are those of `smallest_capacity_bytes`.
+    in less than with those before it. The other arguments are those of `smallest_total_bytes`.
 
     Raises:
         ValueError: there is no alternative.
     """
     smallest: int | None = None
     for decisions in alternatives:
-        smallest = smallest_capacity_bytes(
+        smallest = smallest_total_bytes(
             graph, card, decisions, fastest=fastest, above_bytes=above_bytes, below_bytes=smallest
         )
     if smallest is None:

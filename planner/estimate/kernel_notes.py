@@ -14,7 +14,7 @@ from planner.estimate.add_workspaces import (
     with_known_algorithms,
     without_searches,
 )
-from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
+from planner.estimate.footprint import Measured, measure, smallest_total_bytes
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.sizes import MIB, format_size
 from planner.profiles.device import DeviceProfile
@@ -68,10 +68,10 @@ def _slower_notes(
         return ()
     if has_searches(graph):
         return (_search_note(graph, measured, decisions, card),)
-    whole_bytes = smallest_capacity_bytes(graph, card, decisions, fastest=True)
+    whole_bytes = smallest_total_bytes(graph, card, decisions, fastest=True)
     if measured.slower:
         return (_note_on_slower_ones([graph.ops[index] for index in dict.fromkeys(measured.slower)], whole_bytes),)
-    least_bytes = smallest_capacity_bytes(graph, card, decisions)
+    least_bytes = smallest_total_bytes(graph, card, decisions)
     if whole_bytes - least_bytes < MIB:
         return ()
     return (

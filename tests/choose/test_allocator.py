@@ -9,7 +9,7 @@ import planner
 from examples import convnet
 from planner import pipeline
 from planner.errors import DecisionError
-from planner.estimate.footprint import measure, smallest_capacity_bytes
+from planner.estimate.footprint import measure, smallest_total_bytes
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.sizes import MIB
@@ -36,7 +36,7 @@ def plan(vram, **options):
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_step_that_fits_only_with_other_options_gets_them(graph):
-    needed = {name: smallest_capacity_bytes(graph, CARD, options) for name, options in (("", ()), ("e", EXPANDABLE))}
+    needed = {name: smallest_total_bytes(graph, CARD, options) for name, options in (("", ()), ("e", EXPANDABLE))}
     assert needed["e"] + 4 * MIB < needed[""]
     between = (needed[""] + needed["e"]) // 2
     found = plan(between, only="allocator")
@@ -53,7 +53,7 @@ def test_the_defaults_are_kept_if_they_are_as_good(graph):
 
 @pytest.mark.thorough
 def test_other_options_come_before_releasing_the_cache_in_the_middle_of_a_step(graph):
-    least = smallest_capacity_bytes(graph, CARD)
+    least = smallest_total_bytes(graph, CARD)
     retried = measure(graph, CARD, vram_bytes=least)
     assert retried.fits and retried.retries
     assert plan(least, only="allocator").decisions == EXPANDABLE
@@ -78,9 +78,9 @@ def test_what_the_user_has_set_is_changed_only_if_the_step_does_not_fit(graph):
     kept = plan(10**10, only="allocator", alloc_conf="expandable_segments:False")
     assert kept.decisions == () and not any("changes options" in note for note in kept.notes)
     # With the user's options the step fits if the cache is released, which comes before a change of them.
-    least = smallest_capacity_bytes(graph, CARD)
+    least = smallest_total_bytes(graph, CARD)
     assert plan(least, only="allocator", alloc_conf="expandable_segments:False,max_split_size_mb:512").decisions == ()
-    between = (least + smallest_capacity_bytes(graph, CARD, EXPANDABLE)) // 2
+    between = (least + smallest_total_bytes(graph, CARD, EXPANDABLE)) // 2
     found = plan(between, only="allocator", alloc_conf="expandable_segments:False")
     assert found.decisions == EXPANDABLE and found.fits
     assert any("you have set: expandable_segments from False to True" in note for note in found.notes)

@@ -38,7 +38,7 @@ def same(plan: Plan, other: Plan) -> bool:
 @pytest.fixture(scope="module")
 def without_head_start() -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "start_early", lambda session, constraints: session.expect(constraints))
+        patch.setattr(pipeline, "rehearse_baseline", lambda session, constraints: session.expect(constraints))
         return planned()
 
 

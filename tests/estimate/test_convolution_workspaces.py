@@ -19,7 +19,7 @@ from planner.estimate.add_workspaces import (
     without_searches,
 )
 from planner.estimate.allocation_stream import allocation_stream
-from planner.estimate.footprint import measure, smallest_capacity_bytes
+from planner.estimate.footprint import measure, smallest_total_bytes
 from planner.plan_types.sizes import MIB, format_size
 from planner.recording.rehearsal import rehearse_program
 from planner.rewrite.rehearse import certifying_graph
@@ -187,10 +187,10 @@ def test_a_search_for_the_fastest_algorithm_ends_with_the_first_step():
     assert first.footprint.allocated_bytes > later.footprint.allocated_bytes
     assert first.curve_bytes == later.curve_bytes >= measure(usual, CARD, vram_bytes=None).curve_bytes
     # The search takes what is free, so it needs no larger budget.
-    whole = smallest_capacity_bytes(graph, CARD, fastest=True)
+    whole = smallest_total_bytes(graph, CARD, fastest=True)
     under = measure(graph, CARD, vram_bytes=whole, fastest=True)
     assert under.fits and not under.slower and whole <= later.footprint.total_bytes + MIB
-    tight = measure(graph, CARD, vram_bytes=smallest_capacity_bytes(graph, CARD))
+    tight = measure(graph, CARD, vram_bytes=smallest_total_bytes(graph, CARD))
     assert tight.fits and tight.slower
 
 
@@ -212,8 +212,8 @@ def test_near_the_budget_convolutions_take_the_algorithm_that_fits(monkeypatch):
         layer(images).backward(torch.rand(2, 7, 9, 9, device=device))
 
     graph = with_workspaces(recorded(program), CARD, "2.13.0")
-    fastest = smallest_capacity_bytes(graph, CARD, fastest=True)
-    least = smallest_capacity_bytes(graph, CARD)
+    fastest = smallest_total_bytes(graph, CARD, fastest=True)
+    least = smallest_total_bytes(graph, CARD)
     assert fastest - least >= 298 * MIB and least - CARD.outside_bytes <= 4 * MIB
     roomy, between, tight = (
         measure(graph, CARD, vram_bytes=size) for size in (fastest, fastest - 50 * MIB, fastest - 250 * MIB)
@@ -232,14 +232,14 @@ def test_a_plan_below_the_fastest_algorithms_names_the_convolutions_that_run_slo
     model, batch, loss_fn = convnet.build(batch_size=32, blocks_per_stage=(1, 1))
     arguments = {"loss_fn": loss_fn, "gpu": "a100-40gb", "only": ("optimizer-kernel",)}
     graph = certifying_graph(workload(model, batch, loss_fn=loss_fn), (), CARD)
-    whole = smallest_capacity_bytes(graph, CARD, fastest=True)
+    whole = smallest_total_bytes(graph, CARD, fastest=True)
     plan = planner.plan(model, batch, vram=whole - 4 * MIB, **arguments)
     assert plan.fits and plan.peak.total_bytes <= whole - 4 * MIB
     assert plan.solver.promised_bytes == plan.solver.certified_bytes
     (note,) = (note for note in plan.notes if "slower algorithm" in note)
     assert note.endswith(f"with which the step needs {format_size(whole)}") and "1 x backward of 32 x 64 x " in note
     assert plan.baseline.total_bytes >= whole
-    least = smallest_capacity_bytes(graph, CARD)
+    least = smallest_total_bytes(graph, CARD)
     roomy = planner.plan(model, batch, vram="20GiB", **arguments)
     (note,) = (note for note in roomy.notes if "fastest algorithms" in note)
     assert note.endswith(f"needs at least {format_size(least)}") and format_size(whole) in note

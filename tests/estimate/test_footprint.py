@@ -11,7 +11,7 @@ import torch
 
 from planner import profiles
 from planner.estimate.allocation_stream import allocation_stream
-from planner.estimate.footprint import measure, runs_within, smallest_capacity_bytes, smallest_of
+from planner.estimate.footprint import measure, runs_within, smallest_of, smallest_total_bytes
 from planner.estimate.largest_tensors import MOST_LISTED, largest_tensors
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.sizes import MIB
@@ -53,7 +53,7 @@ def test_where_it_is_not_known_how_the_driver_places_segments_the_worse_order_co
     assert measured.footprint.total_bytes == measured.footprint.reserved_bytes + card.context_bytes
     budget_bytes = card.context_bytes + 50 * MIB
     assert measure(graph, card, vram_bytes=budget_bytes).fits == (order == better)
-    assert (smallest_capacity_bytes(graph, card) <= budget_bytes) == (order == better)
+    assert (smallest_total_bytes(graph, card) <= budget_bytes) == (order == better)
 
 
 def medium_after_small(device: torch.device) -> None:
@@ -66,7 +66,7 @@ def medium_after_small(device: torch.device) -> None:
 def test_a_step_fits_from_the_smallest_budget_on_and_not_below(program):
     """The slack counts: segments are larger than what is alive in them."""
     graph = rehearse_program(program, Target(compute_capability=CARD.compute_capability))
-    smallest = smallest_capacity_bytes(graph, CARD, within_bytes=1)
+    smallest = smallest_total_bytes(graph, CARD, within_bytes=1)
     assert measure(graph, CARD, vram_bytes=smallest).fits
     assert not measure(graph, CARD, vram_bytes=smallest - 1).fits
 
@@ -77,7 +77,7 @@ def test_the_smallest_total_of_several_alternatives_is_that_of_the_best_one(prog
     graph = rehearse_program(program, Target(compute_capability=CARD.compute_capability))
     card = dataclasses.replace(CARD, segment_addresses=order)
     alternatives = [(), (Allocator(max_split_size_mb=21),), (Allocator(expandable_segments=True),)]
-    totals = [smallest_capacity_bytes(graph, card, decisions) for decisions in alternatives]
+    totals = [smallest_total_bytes(graph, card, decisions) for decisions in alternatives]
     for ordered in itertools.permutations(alternatives):
         assert 0 <= smallest_of(graph, card, ordered) - min(totals) <= MIB
     below = min(totals) - MIB - 1

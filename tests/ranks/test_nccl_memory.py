@@ -11,7 +11,7 @@ import pytest
 import planner
 from planner import pipeline, profiles
 from planner.errors import BudgetError
-from planner.estimate.footprint import measure, smallest_capacity_bytes
+from planner.estimate.footprint import measure, smallest_total_bytes
 from planner.plan_types.decision_base import communicators_of
 from planner.profiles import links
 from planner.profiles.links import known, with_links
@@ -70,7 +70,7 @@ def test_the_total_of_a_recording_and_its_smallest_capacity_have_nccl():
     assert after.reserved_bytes == before.reserved_bytes
     assert after.total_bytes == before.total_bytes + together.nccl_bytes
     assert after.breakdown == {**before.breakdown, "NCCL": together.nccl_bytes}
-    smallest = [smallest_capacity_bytes(graph, card) for card in (alone, together)]
+    smallest = [smallest_total_bytes(graph, card) for card in (alone, together)]
     assert smallest[1] - smallest[0] == together.nccl_bytes
     assert measure(graph, together, vram_bytes=smallest[1]).fits
     assert not measure(graph, together, vram_bytes=smallest[0]).fits
