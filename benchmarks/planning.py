@@ -81,6 +81,7 @@ ONE_CARD = {
     "Llama-3-70B, 8 x 2048, 1 TB": "llama-3-70b --vram 1TB --batch-size 8 --seq-len 2048 --gpu bare",
     "BERT-0.6M, 64 x 512, 150 MiB": "bert-0.6m --vram 150MiB --batch-size 64 --seq-len 512 --gpu bare",
     "BERT-0.6M, 8 x 512, 5 MiB": "bert-0.6m --vram 5MiB --batch-size 8 --seq-len 512 --gpu bare",
+    "BERT-0.6M, 8 x 512, 5 MiB, RTX 2060": "bert-0.6m --vram 5MiB --batch-size 8 --seq-len 512 --gpu rtx-2060",
     "GPT-2-0.9M, largest batch in 300 MiB": "gpt2-0.9m --vram 300MiB --seq-len 128 --gpu bare --largest-batch",
     "ViT-base, 16, 3 GiB": "vit_base --vram 3GiB --batch-size 16 --gpu rtx-3060",
     "U-Net, 16, 3 GiB": "unet.py:build --vram 3GiB --batch-size 16 --gpu rtx-3060",
@@ -204,9 +205,10 @@ def answer(words: list[str]) -> dict[str, Any]:
         sys.stdout = out
     own = resource.getrusage(resource.RUSAGE_SELF)
     text = printed.getvalue()
+    printed_plan = json.loads(text) if text.startswith("{") else {}
     return {
         "status": status,
-        "plan": json.loads(text) if text.startswith("{") else None,
+        "plan": printed_plan if "plan" in printed_plan else None,
         "rehearsals": {name: dataclasses.asdict(count) for name, count in counts.items()},
         "programs": dataclasses.asdict(programs),
         "own_cpu_seconds": own.ru_utime + own.ru_stime,
