@@ -158,6 +158,14 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
     if "getNewGenerator" in message:
         message = "a rehearsal cannot make a random generator of a card"
         way_out = "for planning, let the step use the default one (torch.manual_seed)"
+    if operator := re.search(r"no rule registered for HigherOrderOperator (\w+)", message):
+        message = f"a rehearsal cannot run the operator {operator[1]}, which calls functions"
+        way_out = (
+            "for planning, write it in Python: an if in place of torch.cond, a loop in place of scan, map or while_loop"
+        )
+    if subclass := re.search(r"Creating a new Tensor subclass (\w+) but", message):
+        message = f"a rehearsal cannot convert a tensor to the subclass {subclass[1]}"
+        way_out = "for planning, use plain tensors"
     for frame in running:
         for part, advice in _WAYS_OUT.items():
             way_out = advice if part in frame.f_code.co_filename else way_out
@@ -208,6 +216,10 @@ _WAYS_OUT = {
     "rewrite/rules/checkpoint.py": "if the step runs without the planner, forbid checkpoint",
     "rewrite/portable/replay_tape.py": "if the step runs without the planner, forbid segment-checkpoint",
     "rewrite/rules/offload.py": "if the step runs without the planner, forbid offload",
+    "torch/fx/experimental/proxy_tensor.py": (
+        "a rehearsal cannot run make_fx, with which torch.func.linearize traces a function; for planning, use "
+        "torch.func.jvp"
+    ),
     "torch/nested/": "a rehearsal cannot run nested or jagged tensors; plan the model with padded tensors and a mask",
 }
 """Advice on errors in these files or in what they call, by a part of the file's path."""

@@ -39,6 +39,21 @@ class Jagged(nn.Module):
         return torch.nested.nested_tensor_from_jagged(self.project(x), offsets).values()
 
 
+class Subclass(torch.Tensor):
+    """A tensor class without ops of its own."""
+
+
+class Calling(nn.Module):
+    """A linear layer that a function of torch calls: `call(layer, x)`."""
+
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(16, 16), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.layer, x)
+
+
 def squares(output: torch.Tensor, batch: object) -> torch.Tensor:
     return output.pow(2).mean()
 
@@ -81,6 +96,30 @@ def test_nested_tensors_in_the_forward_are_refused():
 def test_flex_attention_is_refused():
     with pytest.raises(WorkloadError, match=r"a rehearsal cannot run FlexAttention.*scaled_dot_product_attention"):
         planned(Flexible(), (torch.randn(2, 128, 16),))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda layer, x: torch.cond(x.sum() > 0, layer, lambda x: -layer(x), (x,)),
+            r"cannot run the operator cond, which calls functions .*in 'Calling' at .*`if` in place of torch.cond",
+        ),
+        (
+            lambda layer, x: layer(x.as_subclass(Subclass)),
+            r"cannot convert a tensor to the subclass Subclass .*use plain tensors",
+        ),
+        (
+            lambda layer, x: torch.func.linearize(layer, x)[1](x),
+            r"a rehearsal cannot run make_fx.*for planning, use torch.func.jvp",
+        ),
+    ],
+    ids=["cond", "subclass", "linearize"],
+)
+def test_functions_that_torch_runs_in_modes_of_its_own_are_refused(call, message):
+    with pytest.raises(WorkloadError, match=message) as refused:
+        planned(Calling(call), (torch.randn(8, 16),))
+    assert "Recorder" not in str(refused.value)
 
 
 def test_a_sparse_parameter_is_refused():
