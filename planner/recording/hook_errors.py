@@ -160,9 +160,7 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
         way_out = "for planning, let the step use the default one (torch.manual_seed)"
     if operator := re.search(r"no rule registered for HigherOrderOperator (\w+)", message):
         message = f"a rehearsal cannot run the operator {operator[1]}, which calls functions"
-        way_out = (
-            "for planning, write it in Python: an if in place of torch.cond, a loop in place of scan, map or while_loop"
-        )
+        way_out = "for planning, write it in Python: `if` in place of torch.cond, a loop in place of scan or while_loop"
     if subclass := re.search(r"Creating a new Tensor subclass (\w+) but", message):
         message = f"a rehearsal cannot convert a tensor to the subclass {subclass[1]}"
         way_out = "for planning, use plain tensors"
