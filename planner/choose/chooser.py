@@ -320,8 +320,8 @@ class Chooser:
 
     def _probably_fits(self, config: Config, budget_bytes: int) -> bool:
         """Returns True if `config` probably fits without recompute, as a recording without its decisions shows."""
-        simpler = without_roles(self._simpler(config), Role.LOSS)
-        candidate = self._candidates.get(simpler, self.configurations.splits(config)[0])
+        simpler, splits = without_roles(self._simpler(config), Role.LOSS), self.configurations.splits(config)
+        candidate = self._candidates.get(simpler, splits[0]) if splits else None
         if candidate is None or not candidate.has_update:
             return False
         update, in_chunks = self._bounds.update_memory_bound(config), has_role(config, Role.LOSS)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import planner
-from planner import profiles
-from planner.choose.candidates import Candidates
+from planner import pipeline, profiles
+from planner.choose.candidates import Candidate, Candidates
 from planner.choose.choice import Choice
 from planner.errors import DecisionError
 from planner.plan_types.constraints import parse_constraints
@@ -309,3 +309,25 @@ def test_gradients_do_not_make_a_budget_hopeless_that_an_update_in_backward_meet
     constraints = parse_constraints(fidelity="exact", force=[], forbid=[])
     found = plan_that_fits(work, profiles.load("bare"), constraints=constraints, vram_bytes=101 * MIB)
     assert found is not None and any(isinstance(decision, StepInBackward) for decision in found.decisions)
+
+
+def test_the_smallest_plan_is_searched_without_recordings_that_cannot_change_it(monkeypatch):
+    """A relaxation of a recorded configuration proves that other updates have larger peaks."""
+    model, batch = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]), torch.zeros(8192, 512)
+    work = workload(model, batch, loss_fn=lambda out, batch: out.square().mean(), optimizer="adamw")
+    card, constraints = profiles.load("bare"), parse_constraints(fidelity="rounded", force=[], forbid=["accumulation"])
+    recorded, of = set(), Candidates.of
+
+    def noting(candidates, config, split):
+        recorded.add((config, split))
+        return of(candidates, config, split)
+
+    monkeypatch.setattr(Candidates, "of", noting)
+    pruned = pipeline.plan_workload(work, card, vram_bytes=30 * MIB, constraints=constraints)
+    few = len(recorded)
+    recorded.clear()
+    monkeypatch.setattr(Candidate, "may_fit_with", lambda *args, **options: True)
+    whole = pipeline.plan_workload(work, card, vram_bytes=30 * MIB, constraints=constraints)
+    assert not pruned.fits and pruned.decisions == whole.decisions
+    assert pruned.peak.total_bytes == whole.peak.total_bytes
+    assert few < len(recorded)
