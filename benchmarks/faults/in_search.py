@@ -12,7 +12,10 @@ FAULTS = (
         path="planner/choose/chooser.py",
         old="candidate.may_fit_with(update, budget_bytes, below_ns=None, recompute=False)\n",
         new="True\n",
-        tests=("tests/choose/test_certificates.py::test_a_step_that_cannot_fit_without_recompute_is_not_rehearsed",),
+        tests=(
+            "tests/choose/test_certificates.py"
+            "::test_the_certificate_of_a_chunked_loss_is_started_while_its_step_is_recorded",
+        ),
         why="a core rehearses a step that exceeds the budget, while the search waits for recordings",
     ),
     Fault(
