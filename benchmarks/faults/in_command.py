@@ -319,8 +319,8 @@ FAULTS = (
     Fault(
         name="interrupt-lost-in-a-fork",
         path="planner/virtual_gpu/forked_process.py",
-        old="            with _interrupts_held_back():\n                self._reader, writer = os.pipe()\n",
-        new="            with contextlib.nullcontext():\n                self._reader, writer = os.pipe()\n",
+        old="            with interrupts_held_back() as handlers:\n",
+        new="            with contextlib.nullcontext({}) as handlers:\n",
         tests=("tests/virtual_gpu/test_lifetimes.py::test_an_interrupt_during_a_fork_takes_effect_after_it",),
         why="Ctrl-C during a fork is lost, or leaves a lock of logging locked",
     ),
@@ -346,7 +346,7 @@ FAULTS = (
     Fault(
         name="grandchildren-are-waited-for",
         path="planner/virtual_gpu/forked_process.py",
-        old="        os.register_at_fork(after_in_child=functools.partial(os.close, writer))\n",
+        old="        os.register_at_fork(after_in_child=functools.partial(_close_all, [writer]))\n",
         new="",
         tests=("tests/virtual_gpu/test_lifetimes.py::test_a_process_that_the_model_leaves_behind_is_not_waited_for",),
         why="planning never ends if the model starts a process that it does not end",

@@ -16,15 +16,15 @@ certified: a prediction is much quicker than a certificate.
    more than a tie. Ranges in which plans may be fastest come first.
 
 Where it is not exact: a plan that promises less may have more slack, so a plan in a range that was given up may fit. A
-plan that is predicted to fail may fit, too. The number of attempts is limited, and ranges that are not wider than
-`finest_bytes` are not searched.
+plan that is predicted to fail may fit, too. Both are searched for only if the best plan is much slower than one that
+failed. The number of attempts is limited, and ranges that are not wider than `finest_bytes` are not searched.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeVar
 
 
@@ -38,6 +38,13 @@ class Promise(Protocol):
     @property
     def step_ns(self) -> int: ...
 
+
+_MUCH_FASTER = 1.1
+"""If the best plan takes this many times as long as one that failed, plans between the two are tried in the end."""
+_LIMITS = 5
+"""Number of limits on promised bytes between the two for which a plan is tried."""
+_NEAR = 32
+"""A plan that is predicted to fail is near if it lacks at most its promise divided by this number."""
 
 P = TypeVar("P", bound=Promise)
 BudgetOf = Callable[[Any], int]
@@ -62,7 +69,8 @@ def search(
             nanoseconds; returns the fastest plan within both limits, or None.
         missing_bytes_of: function that certifies a plan and returns how many bytes it lacks; 0 or less if it fits.
         predicted_missing_bytes: function that predicts how many bytes a plan lacks; 0 or less if the plan may fit. A
-            plan that is predicted to fail is not certified, unless no plan has fit and it is the nearest one.
+            plan that is predicted to fail is not certified, unless it is the nearest of those that are much faster than
+            the best plan.
         budgets: the limits on promised bytes, which this search changes.
         tie: a plan replaces the best one only if it is faster by more than this factor.
         attempts: maximum number of plans that are certified.
@@ -70,8 +78,23 @@ def search(
         hopeless: the search ends with None after this number of certificates if no plan has fit.
     """
     best: P | None = None
-    nearest: tuple[int, P] | None = None
-    fits, certified, predicted = False, 0, 0
+    failed: list[P] = []
+    predicted: list[tuple[int, P]] = []  # plans that are predicted to fail, each with the bytes that it lacks
+    fits, certified = False, 0
+
+    def lacks(plan: P) -> int:
+        """Returns how many bytes a plan lacks, by a prediction or, if it may fit, by its certificate."""
+        nonlocal certified
+        missing_bytes = predicted_missing_bytes(plan) if len(predicted) < predictions else 0
+        if missing_bytes > 0:
+            predicted.append((missing_bytes, plan))
+        else:
+            certified += 1
+            missing_bytes = missing_bytes_of(plan)
+        if missing_bytes > 0:
+            failed.append(plan)
+        return missing_bytes
+
     while certified < (min(attempts, hopeless) if best is None else attempts):
         below_ns = math.inf if best is None else best.step_ns / tie
         # After a plan that fits, the limits are raised first: it was the fastest plan within the present limits.
@@ -81,22 +104,52 @@ def search(
             plan = propose(budgets.budget_of, below_ns)
         if plan is None:
             break
-        missing_bytes = predicted_missing_bytes(plan) if predicted < predictions else 0
-        if missing_bytes > 0:
-            predicted += 1
-            nearest = min(nearest or (missing_bytes, plan), (missing_bytes, plan), key=lambda found: found[0])
-        else:
-            certified += 1
-            missing_bytes = missing_bytes_of(plan)
+        missing_bytes = lacks(plan)
         fits = missing_bytes <= 0
         if fits:
             best = plan
         else:
             budgets.fail(plan, missing_bytes)
-    if best is None and nearest is not None and certified < min(attempts, hopeless):
-        _, plan = nearest  # a prediction may be wrong: no answer relies on it alone
-        best = plan if missing_bytes_of(plan) <= 0 else None
+    if best is not None and failed and certified < attempts:
+        best = _between(propose, lacks, best, failed) or best
+    # A prediction may be wrong, so no answer relies on it alone: if no plan has fit, or only a much slower one, the
+    # nearest plan is certified after all.
+    near = [
+        (missing_bytes, plan)
+        for missing_bytes, plan in predicted
+        if best is None or (best.step_ns > _MUCH_FASTER * plan.step_ns and missing_bytes <= plan.peak_bytes // _NEAR)
+    ]
+    if near and certified < (min(attempts, hopeless) if best is None else attempts):
+        _, plan = min(near, key=lambda found: found[0])
+        best = plan if missing_bytes_of(plan) <= 0 else best
     return best
+
+
+def _between(
+    propose: Callable[[BudgetOf, float], P | None], lacks: Callable[[P], int], best: P, failed: Sequence[P]
+) -> P | None:
+    """Returns a plan that fits and is much faster than `best`; None if none is found.
+
+    A plan may fit although it promises more than another plan that does not fit, because it has less slack. So limits
+    between the promise of `best` and the largest promise that failed are tried, from large to small.
+    """
+    high_bytes, low_bytes = max(plan.peak_bytes for plan in failed), best.peak_bytes
+    tried = list(failed)
+    for number in range(1, _LIMITS + 1):
+        limit_bytes = high_bytes - (high_bytes - low_bytes) * number // (_LIMITS + 1)
+        plan = propose(_same_for_all(limit_bytes), best.step_ns / _MUCH_FASTER)
+        if plan is None:
+            return None
+        if plan not in tried:
+            tried.append(plan)
+            if lacks(plan) <= 0:
+                return plan
+    return None
+
+
+def _same_for_all(limit_bytes: int) -> BudgetOf:
+    """Returns a function with the same limit for each configuration."""
+    return lambda config: limit_bytes
 
 
 @dataclasses.dataclass(kw_only=True)

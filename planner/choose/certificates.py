@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from planner.plan_types.decision_base import Decision
 from planner.recording.step_graph import StepGraph
-from planner.virtual_gpu.forked_process import Running
+from planner.virtual_gpu.forked_process import Running, end_all
 
 _MOST_OPS = 200_000
 """Maximum number of ops in all cached certificates together. An op takes about a kilobyte of memory."""
@@ -81,14 +81,13 @@ class Certificates:
             decisions: the rehearsal ends only if it is that of these decisions. None to end it anyway.
         """
         if self._ahead is not None and decisions in (None, self._ahead[0]):
-            self._ahead[1].end()
-            self._ahead = None
+            (_, child), self._ahead = self._ahead, None
+            child.end()
 
     def close(self) -> None:
         """End all rehearsals that are still running."""
         self.forget()
-        for child in self._begun.values():
-            child.end()
+        end_all(self._begun.values())
         self._begun.clear()
 
     def _child(self, decisions: tuple[Decision, ...]) -> Running:

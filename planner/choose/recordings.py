@@ -25,7 +25,7 @@ from planner.plan_types.decision_base import Decision, Role, has_role, without_r
 from planner.recording.repeats.layer_runs import LayerRun
 from planner.recording.step_graph import StepGraph
 from planner.space.micro_batches import MicroBatching
-from planner.virtual_gpu.forked_process import Running
+from planner.virtual_gpu.forked_process import Running, end_all
 
 Start = Callable[[tuple[Decision, ...], tuple[int, ...], tuple[LayerRun, ...]], Running]
 """Starts a child process that records one step.
@@ -161,8 +161,7 @@ class Recordings:
 
     def close(self) -> None:
         """End the recordings that are still running."""
-        for child in self._running.values():
-            child.end()
+        end_all(self._running.values())
         self._running.clear()
         self._shortening.close()
 
@@ -327,8 +326,7 @@ class Recordings:
                     return True
                 self._compared.add(part)
         finally:
-            for child in children.values():
-                child.end()
+            end_all(children.values())
         return False
 
     def _drop_all(self) -> None:
@@ -337,8 +335,7 @@ class Recordings:
         Recordings of optimizer updates are dropped, too, because the names of the trained parameters may come from a
         lengthened recording.
         """
-        for child in self._running.values():
-            child.end()
+        end_all(self._running.values())
         if any(self._is_lengthened(part) for part in self._recorded):
             self._shortening.is_dropped = True
         self._shortening.end()

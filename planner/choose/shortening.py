@@ -3,7 +3,8 @@
 The baseline is recorded with all layers and with a few. Recordings may have only a few layers if the short recording of
 the baseline, after lengthening, has the same events as the full one. A difference between layers that occurs only in
 another precision or with micro-batches does not show in the baseline. It is detected if it makes the peak of a
-certificate differ from the promised peak (`Recordings.drop_if_wrong`).
+certificate differ from the promised peak (`Recordings.drop_if_wrong`). If a recording promises so much memory that none
+of its plans is certified, it is not detected, and a slower plan may be chosen.
 """
 
 from __future__ import annotations
@@ -38,22 +39,31 @@ def _options(optimizers: Optimizers) -> dict[int, object]:
     """Maps the `id` of each parameter to its optimizer's name and to the options that decide which ops update it."""
     found: dict[int, object] = {}
     for name, optimizer in by_name(optimizers).items():
-        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
-            kinds = {option: _kind(value) for option, value in group.items() if option != "params"}
-            found.update((id(parameter), (name, kinds)) for parameter in group["params"])
+        if isinstance(optimizer, torch.optim.Optimizer):
+            # PyTorch's own optimizers ignore options that they do not know, such as the name of a group.
+            is_own = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
+            for group in optimizer.param_groups:
+                known = optimizer.defaults if is_own else {*group} - {"params"}
+                kinds = {option: _kind(value) for option, value in group.items() if option in known}
+                found.update((id(parameter), (name, kinds)) for parameter in group["params"])
     return found
 
 
 def _kind(value: object) -> object:
     """Returns the part of an option's value that may decide which ops an update runs.
 
-    Of a number, only whether it is 0 matters; of a tensor, only that it is a tensor.
+    Of a number, only whether it is 0 matters; of a tensor, only that it is a tensor. Other objects, such as arrays, are
+    alike only if they are the same object.
     """
     if isinstance(value, (list, tuple)):
         return [_kind(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _kind(item) for key, item in value.items()}
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value != 0
-    return torch.Tensor if isinstance(value, torch.Tensor) else value
+    if isinstance(value, (bool, str, torch.dtype, type(None))):
+        return value
+    return torch.Tensor if isinstance(value, torch.Tensor) else id(value)
 
 
 def _are_updated_alike(run: LayerRun, model: torch.nn.Module, options: Mapping[int, object]) -> bool:

@@ -6,9 +6,8 @@ which blocks are allocated and freed. This order is derived here from a what-if 
 creates the optimizer state, which splits free blocks of the allocator's cache.
 
 Where it is not exact: the storages of a recomputed module are placed in the order of its forward, but the replay of a
-segment is represented by one block as large as its peak, although it allocates several. Scratch memory that the first
-update needs is left out. If the update cannot be separated from the backward, the whole optimizer state is created at
-the end of the first step.
+segment is represented by blocks that are alive together and have the size of its peak. Scratch memory that the first
+update needs is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import dataclasses
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from planner.estimate.add_workspaces import allocated_in_first_step
 from planner.recompute.holds import Options
@@ -40,17 +39,17 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
     storages, fine = [*graph.storages, *recomputed], step.fine
     spans += [storage.lives for storage in recomputed]
     begin, end = graph.step_starts[0] * fine, graph.ticks * fine
-    update = min(graph.before_update_end, graph.ticks - 1) * fine + fine - 1
     made_at = {index: tick * fine for index, tick in allocated_in_first_step(graph).items()}
+    made_at |= {index: tick * fine + fine - 1 for index, tick in _updates(graph).items()}
     lives: list[_Spans] = []
     for index, (storage, alive) in enumerate(zip(storages, spans, strict=True)):
         in_step = [span for span in alive if span[1] > begin]
-        is_kept = any(start <= begin and stop >= end for start, stop in in_step)
-        if is_kept:
-            first = update if storage.category is Category.OPTIMIZER_STATE else made_at.get(index, 0)
-            lives.append([(first, 2 * end)])
-        else:
-            lives.append([*in_step, *((start + end, stop + end) for start, stop in in_step)])
+        if any(start <= begin and stop >= end for start, stop in in_step):
+            lives.append([(made_at.get(index, 0), 2 * end)])
+            continue
+        # A step of the user's own may leave gradients to the next step. The first step has none.
+        first = [span for span in in_step if span[0] > begin or storage.category is not Category.GRADIENT]
+        lives.append([*first, *((start + end, stop + end) for start, stop in in_step)])
     ticks = sorted({0, 2 * end, *(tick for of_one in lives for span in of_one for tick in span)})
     number = {tick: index for index, tick in enumerate(ticks)}
     storages = [
@@ -69,6 +68,22 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
         step_starts=(),
         cache_releases=(),
     )
+
+
+def _updates(graph: StepGraph) -> dict[int, int]:
+    """Returns the ticks at which the first step creates the optimizer state, by the indices of its storages.
+
+    It is created when the update begins. If the update cannot be separated from the backward, each storage is created
+    by the first op that uses it.
+    """
+    states = {index for index, storage in enumerate(graph.storages) if storage.category is Category.OPTIMIZER_STATE}
+    if graph.update_tick is not None:
+        return dict.fromkeys(states, min(graph.update_tick, graph.ticks - 1))
+    created = dict.fromkeys(states, graph.ticks - 1)
+    for op in reversed(graph.ops):
+        if op.tick > graph.step_starts[0]:
+            created.update((index, op.tick - 1) for index in (*op.inputs, *op.outputs) if index in states)
+    return created
 
 
 class _Selected:
@@ -129,19 +144,27 @@ class _Selected:
         last = max((save.pack for save in self._saves[call]), default=begin)
         for rerun in self._reruns[call]:
             for at, peak_bytes in rerun.peaks:
+                first, end = (bisect_right(self._births, (tick, math.inf)) for tick in (begin, last))
+                made = [(birth, index) for birth, index in self._births[first:end] if index not in rerun.kept]
                 if graph.calls[call].segment is not None:
-                    lives = [(at * fine + 1, at * fine + 2)]
-                    yield Storage(size_bytes=peak_bytes, lives=lives, category=Category.ACTIVATION, op=None)
+                    for size in _parts([graph.storages[index].size_bytes for _, index in made], peak_bytes):
+                        lives = [(at * fine + 1, at * fine + 2)]
+                        yield Storage(size_bytes=size, lives=lives, category=Category.ACTIVATION, op=None)
                     continue
-                inside = slice(
-                    bisect_right(self._births, (begin, math.inf)), bisect_right(self._births, (last, math.inf))
-                )
-                for birth, index in self._births[inside]:
+                for birth, index in made:
                     again, storage = at * fine + 1 + birth - begin, graph.storages[index]
-                    if index in rerun.kept:
-                        continue
                     if index in saved:
                         made_again[index, rerun.back(saved[index])] = again
                     else:
                         alive_ticks = max(min(storage.lives[0][1], last) - birth, 1)
                         yield dataclasses.replace(storage, lives=[(again, again + alive_ticks)])
+
+
+def _parts(sizes: Iterable[int], total: int) -> Iterator[int]:
+    """Yields sizes in their order until their sum would exceed the total, and then what is missing to the total."""
+    for size in sizes:
+        if size >= total:
+            break
+        yield size
+        total -= size
+    yield total

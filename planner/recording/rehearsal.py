@@ -31,7 +31,7 @@ from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.sparse_tensors import no_rows_of, virtual_sparse
 from planner.virtual_gpu.values.shadow_values import ShadowValues, is_tracked
 from planner.workload.module_hooks import carry_gradient_hooks
-from planner.workload.torch_optimizers import sparse_lookups
+from planner.workload.torch_optimizers import skip_first_steps, sparse_lookups
 from planner.workload.workload import tensors_of
 
 Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], Sequence[torch.optim.Optimizer]]]
@@ -242,6 +242,7 @@ def record_steps(
             if primed:
                 priming = (lambda _: _prime(model, optimizers)) if own_step is None else step
                 _run_step(priming, batch, model, hook_errors)
+                skip_first_steps(optimizers)
             recorder.setup_ends()
             function = (loss_fn, "loss function") if own_step is None else (own_step, "step function")
             repetition = Repetition(recorder.table)
@@ -250,6 +251,7 @@ def record_steps(
                 recorder.starts_step(number)
                 repetition.starts()
                 _run_step(step, batch, model, hook_errors)
+                skip_first_steps(optimizers)
                 gc.collect()
                 if steps is None or 1 < steps <= number + 2:
                     repetition.ends(plain_state(model, *function))

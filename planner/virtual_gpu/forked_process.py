@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait as wait_for
 from typing import Any, NoReturn, Protocol
 
@@ -33,6 +33,8 @@ _NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
 _SECONDS_BETWEEN_CHECKS = 0.2
 """While a child is waited for, its watch is checked so often."""
 
+Handlers = dict[int, Callable[[int, Any], Any]]
+"""Handlers in Python, by the number of their signal."""
 Refuse = Callable[[PlannerError], NoReturn]
 """A function that sends an error to the parent as the answer of the child, and ends the child. It does not return."""
 
@@ -110,60 +112,71 @@ class Child:
 class _Fork:
     """A forked process with the methods of `NewProcess`."""
 
+    _pid: int | None = None
+    """Id of the process; None before it was forked, and after its end."""
+    _reader: int | None = None
+    """Descriptor of the pipe with the child's answer; None before it was opened, and after the end of the process."""
+
     def __init__(self, function: Callable[[Refuse], Any]) -> None:
         if torch.cuda.is_initialized():
             raise RehearsalProcessError(
                 "this process cannot be forked for a rehearsal, because CUDA is initialized in it: plan before the "
                 "first use of CUDA, or in a separate process with the `plan` command"
             )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._pid: int | None = None
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None in a process without a console
+            stream.flush()
+        self._parent = os.getpid()
         try:
-            with _interrupts_held_back():
-                self._reader, writer = os.pipe()
+            with interrupts_held_back() as handlers:
+                self._reader, writer = _pipe()
                 try:
-                    self._pid = _forked(function, self._reader, writer)
+                    self._pid = _forked(function, self._reader, writer, handlers)
                 finally:
                     os.close(writer)
-                    if self._pid is None:
-                        os.close(self._reader)
         except BaseException:
-            if self._pid is not None:
-                self.end()
+            self.end()
             raise
 
+    def __del__(self) -> None:
+        # An interrupt may come after the owner has let go of this object, and before it waits for the answer.
+        if self._pid is not None and os.getpid() == self._parent:
+            self.end()
+
     def end(self) -> None:
-        assert self._pid is not None
-        with _interrupts_held_back():
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody has to wait for it (`_status`)
-                os.kill(self._pid, signal.SIGKILL)
-            os.close(self._reader)
+        """Ends the process, and forgets its id and the pipe, so that it may be called again."""
+        with interrupts_held_back():
+            if self._pid is not None:
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody has to wait for it (`_status`)
+                    os.kill(self._pid, signal.SIGKILL)
             self._status()
 
     @property
     def is_ready(self) -> bool:
-        return bool(wait_for([self._reader], timeout=0))
+        return self._reader is None or bool(wait_for([self._reader], timeout=0))
 
     def _status(self) -> int | None:
-        """Waits for the end of the process. Returns its status, as `os.waitpid` does; None if the system dropped it.
+        """Closes the pipe, waits for the end of the process, and forgets both.
 
-        The system drops it if this process ignores SIGCHLD, or if a handler of the user's has waited for the process.
+        Returns:
+            The status of the process, as `os.waitpid` does; None if there is none. The system drops it if this process
+            ignores SIGCHLD, or if a handler of the user's has waited for the process.
         """
-        assert self._pid is not None
+        pid, reader, self._pid, self._reader = self._pid, self._reader, None, None
+        if reader is not None:
+            os.close(reader)
         try:
-            return os.waitpid(self._pid, 0)[1]
+            return None if pid is None else os.waitpid(pid, 0)[1]
         except ChildProcessError:
             return None
 
     def wait(self, check: Callable[[], None], receive: Callable[[str, Any], None]) -> Any:
         try:
             answer = b"".join(self._chunks(check))
+            with interrupts_held_back():
+                status = self._status()
         except BaseException:  # For example an interrupt (Ctrl-C), which the child may not have received.
             self.end()
             raise
-        os.close(self._reader)
-        status = self._status()
         number = None if status is None or not os.WIFSIGNALED(status) else os.WTERMSIG(status)
         if number is not None and (why := ended_from_outside(number)) is not None:
             raise MachineError(f"the child process that rehearses the step was ended: {why}")
@@ -178,6 +191,7 @@ class _Fork:
 
     def _chunks(self, check: Callable[[], None]) -> Iterator[bytes]:
         """Yields the parts of the child's answer as they arrive."""
+        assert self._reader is not None, "the process has ended"
         while True:
             check()
             if not wait_for([self._reader], timeout=_SECONDS_BETWEEN_CHECKS):
@@ -188,11 +202,30 @@ class _Fork:
             yield chunk
 
 
-def _forked(function: Callable[[Refuse], Any], reader: int, writer: int) -> int:
+def end_all(children: Iterable[Running]) -> None:
+    """Ends several processes. An interrupt (Ctrl-C) takes effect when all have ended."""
+    with interrupts_held_back():
+        for child in children:
+            child.end()
+
+
+def _pipe() -> tuple[int, int]:
+    """Returns the ends of a new pipe. Raises `MachineError` if the process may open no further files."""
+    try:
+        return os.pipe()
+    except OSError as error:
+        raise MachineError(
+            f"this process can open no pipe for a rehearsal ({error.strerror}): close files, or raise the limit "
+            "(`ulimit -n`)"
+        ) from error
+
+
+def _forked(function: Callable[[Refuse], Any], reader: int, writer: int, handlers: Handlers) -> int:
     """Forks a child that computes the function and never leaves this call. Returns its process id.
 
     Args:
         reader, writer: the ends of the pipe through which the child sends its answer.
+        handlers: the handlers of signals that the child gets.
 
     Raises:
         MachineError: the system starts no further process.
@@ -207,6 +240,8 @@ def _forked(function: Callable[[Refuse], Any], reader: int, writer: int) -> int:
         if pid == 0:
             end_with(parent)
             os.close(reader)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             _serve(function, writer)
         return pid
     except OSError as error:
@@ -220,27 +255,38 @@ def _forked(function: Callable[[Refuse], Any], reader: int, writer: int) -> int:
 
 
 @contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Delays the effect of Ctrl-C until the context ends.
+def interrupts_held_back() -> Iterator[Handlers]:
+    """Delays the effect of Ctrl-C, and of other signals that have a handler in Python, until the context ends.
 
-    The context does nothing outside of the main thread, or if the handler of SIGINT was not set by Python.
+    Outside of the main thread the context does nothing, because handlers run in the main thread only.
 
-    Python runs functions of its own around a fork. An interrupt in one of them would be lost, and could leave a lock of
-    `logging` locked. In the child, its KeyboardInterrupt would reach the user's program, which would then go on in two
+    Python runs functions of its own around a fork. The exception of a handler would be lost in one of them, and could
+    leave a lock of `logging` locked. In the child, it would reach the user's program, which would then go on in two
     processes.
+
+    Yields:
+        The handlers whose effect is delayed.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or handler is None:
-        yield  # handlers run in the main thread only, and this function can restore only handlers set by Python
+    if threading.current_thread() is not threading.main_thread():
+        yield {}
         return
-    noted: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    of_signals = [(int(number), signal.getsignal(number)) for number in signal.valid_signals()]
+    of_signals.sort(key=lambda found: found[0] == signal.SIGINT)  # restored last, because its handler raises an error
+    handlers: Handlers = {number: handler for number, handler in of_signals if callable(handler)}
+    noted: dict[int, None] = {}
+
+    def note(number: int, frame: object) -> None:
+        noted[number] = None
+
     try:
-        yield
+        for number in handlers:
+            signal.signal(number, note)
+        yield handlers
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if noted:
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in noted:
+            signal.raise_signal(number)
 
 
 def _new_process(function: Callable[[Refuse], Any]) -> NewProcess:
@@ -291,7 +337,7 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
     code = 1
     try:
         # The parent reads until the pipe is closed in all processes, so those that the model forks close it at once.
-        os.register_at_fork(after_in_child=functools.partial(os.close, writer))
+        os.register_at_fork(after_in_child=functools.partial(_close_all, [writer]))
         os.dup2(2, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and decides whether to end the child
         torch.set_num_threads(1)
@@ -307,6 +353,12 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
         code = 0
     finally:
         os._exit(code)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    """Closes descriptors, and removes them from the list: later, their numbers may belong to other files."""
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _translated(error: Exception) -> RehearsalProcessError:

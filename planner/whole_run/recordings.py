@@ -19,7 +19,7 @@ from planner.recording.step_graph import Schedule, StepGraph
 from planner.run_memory.batches import BatchShape
 from planner.run_memory.interpolation import Interpolation, shapes_to_record
 from planner.run_memory.moments import Events, Moment, Slots, in_rounds, moments_of
-from planner.virtual_gpu.forked_process import Child
+from planner.virtual_gpu.forked_process import Child, end_all
 from planner.whole_run.activities import Activity
 from planner.workload.workload import Workload
 
@@ -153,8 +153,7 @@ class RunRecordings:
                 shape, child = running.pop(0)
                 self._recorded[shape] = child.result()
         finally:
-            for _, child in running:
-                child.end()
+            end_all(child for _, child in running)
 
     @property
     def _schedule(self) -> Schedule | None:

@@ -30,7 +30,7 @@ from planner.run_memory.batches import BatchShape
 from planner.run_memory.moments import Events, Moment
 from planner.run_memory.simulation import RunOutcome, simulate
 from planner.space.search_space import allocator_alternatives
-from planner.virtual_gpu.forked_process import Child, Refuse
+from planner.virtual_gpu.forked_process import Child, Refuse, end_all
 from planner.whole_run.activities import Activity
 from planner.whole_run.orders import Batches, Orders
 from planner.whole_run.recordings import RunRecordings
@@ -233,8 +233,7 @@ class SimulatedRun:
                     running.append(Child(functools.partial(_answered, function)).timed_by(self._watch))
                 outcomes.append(running.pop(0).result())
         finally:
-            for child in running:
-                child.end()
+            end_all(running)
         return outcomes
 
     def _sequence(self, order: Sequence[BatchShape]) -> tuple[list[str], list[tuple[Events, ...]]]:

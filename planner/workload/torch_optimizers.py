@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from planner.workload.optimizer_choice import OPTIMIZERS
@@ -41,6 +43,21 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     """True if a learning-rate scheduler was created for the optimizer, which then has a `step` of its own."""
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+
+
+_LATER_STEP = 1000
+"""Number of steps after which the updates of RAdam, which depend on the number of steps, run the same ops."""
+
+
+def skip_first_steps(optimizers: Iterable[object]) -> None:
+    """Sets the step count of optimizers whose first updates run fewer ops and need less memory than later ones.
+
+    The for-loop of RAdam adapts its step only from the sixth update on (with the default betas).
+    """
+    for optimizer in optimizers:
+        for state in optimizer.state.values() if isinstance(optimizer, torch.optim.RAdam) else ():
+            if state["step"].device.type == "cpu":  # a count on the card decides nothing in Python
+                state["step"] = torch.tensor(float(_LATER_STEP), dtype=state["step"].dtype)
 
 
 _FUSED = ("Adagrad", "Adam", "AdamW", "SGD")

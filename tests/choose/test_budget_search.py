@@ -193,3 +193,19 @@ def test_the_head_start_passes_over_as_many_predicted_failures_as_a_search():
 def test_only_one_plan_is_certified_if_nothing_is_predicted_to_fit():
     world = World(curve("a", 800, cost=1.0), 1000)
     assert world.search(predicted=world.lacks) is None and len(world.tried) == 1
+
+
+def test_a_plan_with_less_slack_between_the_failed_one_and_a_much_slower_one_is_found():
+    """The plan that fits promises more than one that fails: its slack is smaller."""
+    plans = [Plan("a", 990, 100, 100), Plan("a", 940, 110, 10), Plan("a", 900, 120, 200), Plan("a", 700, 200, 0)]
+    for predicted in (lambda plan: 0, lambda plan: plan.peak_bytes + plan.slack_bytes - 1000):
+        world = World(plans, 1000)
+        assert world.search(predicted=predicted) == plans[1]
+
+
+def test_a_near_plan_that_is_wrongly_predicted_to_fail_is_certified_before_a_much_slower_one_is_taken():
+    plans = [Plan("a", 990, 100, 0), Plan("a", 700, 200, 0)]
+    assert World(plans, 1000).search(predicted=lambda plan: 5 if plan.peak_bytes > 900 else 0) == plans[0]
+    world = World(plans, 1000)
+    assert world.search(predicted=lambda plan: 200 if plan.peak_bytes > 900 else 0) == plans[1]
+    assert world.tried == plans[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -226,3 +227,28 @@ def test_copies_of_recordings_share_what_is_known_about_shortened_runs():
     other = recordings.finished_by(lambda graph: graph)
     assert len(other.of((), whole).ops) == len(recordings.of((), whole).ops)
     recordings.close()
+
+
+class OwnOptimizer(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "values", "are_alike"),
+    [
+        (OwnOptimizer, "scale", (np.ones(3), np.ones(3)), False),
+        (OwnOptimizer, "scale", (np.ones(3),) * 2, True),  # the same object
+        (OwnOptimizer, "aux", ({"a": [torch.ones(3)]}, {"a": [torch.zeros(2)]}), True),
+        (OwnOptimizer, "aux", ({"a": 0}, {"a": 1}), False),
+        (OwnOptimizer, "name", ("first", "second"), False),
+        (torch.optim.SGD, "name", ("first", "second"), True),
+        (torch.optim.SGD, "momentum", (0.5, 0.9), True),
+        (torch.optim.SGD, "momentum", (0.0, 0.9), False),
+    ],
+)
+def test_layers_are_updated_alike_if_their_options_run_the_same_ops(kind, option, values, are_alike):
+    model = Stack("nothing")
+    halves = [[*model.layers[:9].parameters()], [*model.layers[9:].parameters()]]
+    groups = [{"params": half, option: value} for half, value in zip(halves, values, strict=True)]
+    work = workload(model, torch.zeros(16, 16), optimizer=kind(groups, lr=0.1))
+    assert bool(runs_to_shorten(work)) == are_alike

@@ -19,7 +19,7 @@ import planner
 from planner.cli import command
 from planner.errors import MachineError, PlannerError, RehearsalProcessError
 from planner.virtual_gpu import forked_process
-from planner.virtual_gpu.forked_process import Child, run_in_child
+from planner.virtual_gpu.forked_process import Child, end_all, run_in_child
 
 WAIT_SECONDS = 30.0
 
@@ -192,6 +192,120 @@ def test_a_handler_that_only_notes_an_interrupt_does_not_end_the_child(monkeypat
     finally:
         signal.signal(signal.SIGINT, before)
     assert noted == [signal.SIGINT]
+
+
+@pytest.fixture
+def interrupted_wait(monkeypatch) -> None:
+    """Sends an interrupt when a child is waited for the first time, and lets interrupts raise an error as usual."""
+    waitpid, interrupts = os.waitpid, [signal.SIGINT]
+
+    def interrupted(process: int, options: int) -> tuple[int, int]:
+        if interrupts:
+            signal.raise_signal(interrupts.pop())
+        return waitpid(process, options)
+
+    monkeypatch.setattr(os, "waitpid", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_child_whose_end_was_interrupted_can_be_ended_again(interrupted_wait, monkeypatch):
+    """Its pipe and its process id may belong to others by then."""
+    child = Child(lambda refuse: time.sleep(WAIT_SECONDS))
+    reader = child._process._reader
+    with pytest.raises(KeyboardInterrupt):
+        child.end()
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: killed.append(process))
+    with open(os.devnull, "rb") as file:
+        assert file.fileno() == reader
+        child.end()
+        os.fstat(reader)
+    assert killed == [] and child.is_ready
+
+
+def test_an_interrupt_while_the_end_of_a_child_is_waited_for_leaves_nothing(interrupted_wait):
+    child = Child(lambda refuse: 7)
+    process, reader = child._process._pid, child._process._reader
+    with pytest.raises(KeyboardInterrupt):
+        child.result()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(process, os.WNOHANG)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reader)
+
+
+def test_an_interrupt_ends_all_children(interrupted_wait):
+    children = [Child(lambda refuse: time.sleep(WAIT_SECONDS)) for _ in range(3)]
+    processes = [child._process._pid for child in children]
+    with pytest.raises(KeyboardInterrupt):
+        end_all(children)
+    assert not any(map(is_running, processes))
+
+
+def test_a_child_ends_if_nobody_can_ask_for_its_answer():
+    child = Child(lambda refuse: time.sleep(WAIT_SECONDS))
+    process = child._process._pid
+    del child
+    assert not is_running(process)
+
+
+def test_handlers_that_raise_errors_do_so_after_a_fork(monkeypatch):
+    fork = os.fork
+
+    def late() -> int:
+        signal.raise_signal(signal.SIGUSR1)
+        return fork()
+
+    def fails(number, frame) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(os, "fork", late)
+    before = signal.signal(signal.SIGUSR1, fails)
+    try:
+        with pytest.raises(TimeoutError):
+            run_in_child(lambda: 7)
+        monkeypatch.setattr(os, "fork", fork)
+        assert run_in_child(lambda: signal.getsignal(signal.SIGUSR1) is fails)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_only_the_first_generation_of_processes_closes_the_pipe():
+    """In later ones, the number of the pipe belongs to other files."""
+
+    def of_the_second_generation() -> int:
+        reader, writer = os.pipe()
+        if not os.fork():
+            files = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+            if not os.fork():
+                for file in files:
+                    os.fstat(file)
+                os.write(writer, b"open")
+            else:
+                os.wait()
+            os._exit(0)
+        os.close(writer)
+        os.wait()
+        return os.read(reader, 4)
+
+    assert run_in_child(of_the_second_generation) == b"open"
+
+
+def test_a_process_without_output_streams_can_be_forked(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert run_in_child(lambda: 7) == 7
+
+
+def test_a_process_that_may_open_no_more_files_is_refused(monkeypatch):
+    def refused() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pipe", refused)
+    with pytest.raises(MachineError, match=r"can open no pipe .*Too many open files.*`ulimit -n`"):
+        run_in_child(lambda: 7)
 
 
 def test_a_process_that_the_model_leaves_behind_is_not_waited_for():
