@@ -458,6 +458,63 @@ FAULTS = (
         why="plans that need a gigabyte more than predicted are certified one after the other",
     ),
     Fault(
+        name="predicted-slack-with-gradients-of-an-earlier-step",
+        path="planner/recompute/selected_step.py",
+        old="span[0] > begin or storage.category is not Category.GRADIENT",
+        new="True",
+        tests=(
+            "tests/recompute/test_selected_step.py"
+            "::test_the_first_call_of_an_own_step_is_predicted_without_gradients_of_an_earlier_one",
+        ),
+        why="plans for steps that zero their gradients first are predicted to fail although they fit",
+    ),
+    Fault(
+        name="predicted-slack-with-a-replay-as-one-block",
+        path="planner/recompute/selected_step.py",
+        old="_parts([graph.storages[index].size_bytes for _, index in made], peak_bytes)",
+        new="[peak_bytes]",
+        tests=("tests/recompute/test_selected_step.py::test_the_replay_of_a_segment_is_predicted_with_several_blocks",),
+        why="plans with segments are predicted to fail although they fit",
+    ),
+    Fault(
+        name="search-stops-below-plans-with-less-slack",
+        path="planner/choose/budget_search.py",
+        old="    if best is not None and failed and certified < attempts:\n",
+        new="    if False:\n",
+        tests=(
+            "tests/choose/test_budget_search.py"
+            "::test_a_plan_with_less_slack_between_the_failed_one_and_a_much_slower_one_is_found",
+        ),
+        why="a larger budget gives a slower plan",
+    ),
+    Fault(
+        name="search-believes-predictions",
+        path="planner/choose/budget_search.py",
+        old="missing_bytes <= plan.peak_bytes // _NEAR",
+        new="False",
+        tests=(
+            "tests/choose/test_budget_search.py"
+            "::test_a_near_plan_that_is_wrongly_predicted_to_fail_is_certified_before_a_much_slower_one_is_taken",
+        ),
+        why="a wrong prediction costs a plan that is much faster",
+    ),
+    Fault(
+        name="radam-recorded-in-its-first-steps",
+        path="planner/workload/torch_optimizers.py",
+        old='            if state["step"].device.type == "cpu":  # a count',
+        new="            if False:  # a count",
+        tests=("tests/recording/test_later_steps.py::test_radam_is_recorded_as_after_its_first_steps[False-True]",),
+        why="a plan with the for-loop of RAdam needs more memory than promised from the sixth step on",
+    ),
+    Fault(
+        name="layers-compared-by-arrays",
+        path="planner/choose/shortening.py",
+        old="    return torch.Tensor if isinstance(value, torch.Tensor) else id(value)\n",
+        new="    return torch.Tensor if isinstance(value, torch.Tensor) else value\n",
+        tests=("tests/derive/test_shortening.py::test_layers_are_updated_alike_if_their_options_run_the_same_ops",),
+        why="planning fails if an option of an optimizer's group is an array",
+    ),
+    Fault(
         name="predicted-slack-without-what-units-hold",
         path="planner/recompute/selected_step.py",
         old="in rerun.holds:",
