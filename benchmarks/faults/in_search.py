@@ -450,8 +450,8 @@ FAULTS = (
     Fault(
         name="predicted-slack-without-the-first-update",
         path="planner/recompute/selected_step.py",
-        old="first = update if storage.category is Category.OPTIMIZER_STATE else made",
-        new="first = made",
+        old="    made_at |= {index: tick * fine + fine - 1 for index, tick in _updates(graph).items()}\n",
+        new="",
         tests=(
             "tests/recompute/test_selected_step.py::test_the_predicted_total_is_nearly_that_of_the_certificate[mlp]",
         ),
@@ -525,24 +525,24 @@ FAULTS = (
     Fault(
         name="predictions-decide-that-nothing-fits",
         path="planner/choose/budget_search.py",
-        old="    if best is None and nearest is not None and",
-        new="    if best is not None and nearest is not None and",
+        old="        if best is None or (best.step_ns > _MUCH_FASTER",
+        new="        if best is not None and (best.step_ns > _MUCH_FASTER",
         tests=("tests/choose/test_budget_search.py::test_wrong_predictions_do_not_hide_that_a_plan_fits",),
         why="a plan that fits is not found because the prediction of its slack is wrong",
     ),
     Fault(
         name="predicted-failures-are-certified",
         path="planner/choose/budget_search.py",
-        old="        if missing_bytes > 0:\n            predicted += 1",
-        new="        if missing_bytes > 0 and predicted:\n            predicted += 1",
+        old="        if missing_bytes > 0:\n            predicted.append(",
+        new="        if missing_bytes > 0 and predicted:\n            predicted.append(",
         tests=("tests/choose/test_budget_search.py::test_plans_that_are_rightly_predicted_to_fail_are_not_certified",),
         why="a certificate is made for a plan that is known to fail",
     ),
     Fault(
         name="workspaces-from-the-beginning",
         path="planner/recompute/selected_step.py",
-        old="else made_at.get(index, 0)",
-        new="else 0",
+        old="    made_at = {index: tick * fine for index, tick in allocated_in_first_step(graph).items()}\n",
+        new="    made_at: dict[int, int] = {}\n",
         tests=(
             "tests/recompute/test_selected_step.py"
             "::test_without_recompute_the_predicted_total_is_that_of_the_certificate[4096-1]",
@@ -563,8 +563,8 @@ FAULTS = (
     Fault(
         name="predictions-without-end",
         path="planner/choose/budget_search.py",
-        old="if predicted < predictions else 0",
-        new="if predicted <= predictions else 0",
+        old="if len(predicted) < predictions else 0",
+        new="if len(predicted) <= predictions else 0",
         tests=("tests/choose/test_budget_search.py::test_after_a_number_of_predicted_failures_plans_are_certified",),
         why="more plans are passed over because of predictions than the limit allows",
     ),
