@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -88,36 +89,38 @@ def zeroing_first(model, optimizer, batch) -> None:
 
 
 class Convolutions(torch.nn.Module):
-    """Five blocks of two convolutions, each followed by a batch norm."""
+    """A stem and five blocks of two convolutions, each followed by a batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
-        widths = [3, 64, 64, 128, 128, 128]
+        self.stem = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 7, 2, 3), torch.nn.BatchNorm2d(64), torch.nn.ReLU())
         self.blocks = torch.nn.ModuleList(
             torch.nn.Sequential(
                 torch.nn.Conv2d(before, width, 3, padding=1, bias=False), torch.nn.BatchNorm2d(width), torch.nn.ReLU(),
                 torch.nn.Conv2d(width, width, 3, padding=1), torch.nn.BatchNorm2d(width), torch.nn.ReLU(inplace=True),
             )
-            for before, width in itertools.pairwise(widths)
+            for before, width in itertools.pairwise([64, 64, 64, 128, 128, 128])
         )  # fmt: skip
+        self.classify = torch.nn.Linear(128, 100)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return x.square().mean()
+        return self.classify(x.mean((2, 3))).square().mean()
 
 
-def missed_bytes(work: Workload, decisions, share: float) -> int:
-    """Returns by how many bytes the predicted total of the cheapest plan exceeds that of its certificate.
+def missed_bytes(work: Workload, decisions, selected: Callable[..., tuple[int, ...]]) -> int:
+    """Returns by how many bytes the predicted total of a plan exceeds that of its certificate.
 
     Args:
-        share: maximum peak of the plan, as a fraction of the peak without recompute.
+        selected: function of the units and of the exact peaks; returns the numbers of the selected units.
     """
     graph = with_workspaces(what_if(work, decisions, card=CARD), CARD, torch.__version__)
     found, exact = units(graph)
-    selected = Search(found.problem).solve(int(exact.peak(()) * share)).units
-    certificate = certifying_graph(work, (*decisions, *found.decisions(selected)), CARD)
-    return smallest_of(found.two_steps(graph, selected), CARD, [()]) - smallest_of(certificate, CARD, [()])
+    numbers = selected(found, exact)
+    certificate = certifying_graph(work, (*decisions, *found.decisions(numbers)), CARD)
+    return smallest_of(found.two_steps(graph, numbers), CARD, [()]) - smallest_of(certificate, CARD, [()])
 
 
 def test_the_first_call_of_an_own_step_is_predicted_without_gradients_of_an_earlier_one():
@@ -132,17 +135,19 @@ def test_the_first_call_of_an_own_step_is_predicted_without_gradients_of_an_earl
 
     gradients, activations = alive(Category.GRADIENT), alive(Category.ACTIVATION)
     assert min(lives[0][0] for lives in gradients) > min(lives[0][0] for lives in activations)
-    assert missed_bytes(work, (), 0.8) == 0
+    assert missed_bytes(work, (), lambda found, exact: Search(found.problem).solve(exact.peak(()) * 4 // 5).units) == 0
 
 
-@pytest.mark.parametrize(
-    ("decisions", "share"), [((), 0.8), ((), 0.6), ((StepInBackward(),), 0.8), ((StepInBackward(),), 0.6)]
-)
-@pytest.mark.thorough_after(2)
-def test_the_replay_of_a_segment_is_predicted_with_several_blocks(decisions, share):
+@pytest.mark.parametrize("decisions", [(), (StepInBackward(),)], ids=["update at the end", "step in backward"])
+def test_the_replay_of_a_segment_is_predicted_with_several_blocks(decisions):
     """One block as large as the peak of a replay would fit into fewer holes, so that plans would seem to fail."""
     work = workload(Convolutions(), torch.zeros(16, 3, 128, 128), optimizer="adam")
-    assert -24 * MIB <= missed_bytes(work, decisions, share) <= 0
+
+    def smallest_segment(found, exact) -> tuple[int, ...]:
+        segments = [(number,) for number, unit in enumerate(found.units) if unit.segment is not None]
+        return min(segments, key=exact.peak)
+
+    assert abs(missed_bytes(work, decisions, smallest_segment)) <= 4 * MIB
 
 
 @pytest.mark.parametrize("part", ["mlp", "attn", "mlp.act"])
