@@ -479,8 +479,8 @@ FAULTS = (
     Fault(
         name="search-stops-below-plans-with-less-slack",
         path="planner/choose/budget_search.py",
-        old="    if best is not None and failed and certified < attempts:\n",
-        new="    if False:\n",
+        old="    if best is not None and failed:\n",
+        new="    if best is not None and not failed:\n",
         tests=(
             "tests/choose/test_budget_search.py"
             "::test_a_plan_with_less_slack_between_the_failed_one_and_a_much_slower_one_is_found",
@@ -501,9 +501,11 @@ FAULTS = (
     Fault(
         name="radam-recorded-in-its-first-steps",
         path="planner/workload/torch_optimizers.py",
-        old='            if state["step"].device.type == "cpu":  # a count',
+        old='            if isinstance(count, torch.Tensor) and count.device.type == "cpu":',
         new="            if False:  # a count",
-        tests=("tests/recording/test_later_steps.py::test_radam_is_recorded_as_after_its_first_steps[False-True]",),
+        tests=(
+            "tests/recording/test_later_steps.py::test_radam_is_recorded_with_the_memory_of_its_later_steps[False-True]",
+        ),
         why="a plan with the for-loop of RAdam needs more memory than promised from the sixth step on",
     ),
     Fault(

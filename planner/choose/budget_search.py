@@ -16,8 +16,9 @@ certified: a prediction is much quicker than a certificate.
    more than a tie. Ranges in which plans may be fastest come first.
 
 Where it is not exact: a plan that promises less may have more slack, so a plan in a range that was given up may fit. A
-plan that is predicted to fail may fit, too. Both are searched for only if the best plan is much slower than one that
-failed. The number of attempts is limited, and ranges that are not wider than `finest_bytes` are not searched.
+plan that is predicted to fail may fit, too. In the end, the search tries such plans only if they are much faster than
+the best plan (`_MUCH_FASTER`), or if no plan has fit. The number of attempts is limited, and ranges that are not wider
+than `finest_bytes` are not searched.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Promise(Protocol):
 
 
 _MUCH_FASTER = 1.1
-"""If the best plan takes this many times as long as one that failed, plans between the two are tried in the end."""
+"""A plan is much faster than another one if the other one takes more than this many times as long."""
 _LIMITS = 5
-"""Number of limits on promised bytes between the two for which a plan is tried."""
+"""Number of limits that `_between` tries, between the promises of a plan that fits and of a plan that failed."""
 _NEAR = 32
 """A plan that is predicted to fail is near if it lacks at most its promise divided by this number."""
 
@@ -68,9 +69,9 @@ def search(
         propose: function of the limit on promised bytes of each configuration, and of a limit on the step time in
             nanoseconds; returns the fastest plan within both limits, or None.
         missing_bytes_of: function that certifies a plan and returns how many bytes it lacks; 0 or less if it fits.
-        predicted_missing_bytes: function that predicts how many bytes a plan lacks; 0 or less if the plan may fit. A
-            plan that is predicted to fail is not certified, unless it is the nearest of those that are much faster than
-            the best plan.
+        predicted_missing_bytes: function that predicts how many bytes a plan lacks; 0 or less if the plan may fit. Of
+            the plans that are predicted to fail, only the one that lacks the fewest bytes is certified, in the end: if
+            a plan has fit, of those that are much faster and lack few bytes (`_NEAR`).
         budgets: the limits on promised bytes, which this search changes.
         tie: a plan replaces the best one only if it is faster by more than this factor.
         attempts: maximum number of plans that are certified.
@@ -110,10 +111,9 @@ def search(
             best = plan
         else:
             budgets.fail(plan, missing_bytes)
-    if best is not None and failed and certified < attempts:
-        best = _between(propose, lacks, best, failed) or best
-    # A prediction may be wrong, so no answer relies on it alone: if no plan has fit, or only a much slower one, the
-    # nearest plan is certified after all.
+    if best is not None and failed:
+        best = _between(propose, lacks, best, failed, may_certify=lambda: certified < attempts) or best
+    # A prediction may be wrong. If no plan has fit, or a much slower one, the nearest plan is certified after all.
     near = [
         (missing_bytes, plan)
         for missing_bytes, plan in predicted
@@ -126,7 +126,12 @@ def search(
 
 
 def _between(
-    propose: Callable[[BudgetOf, float], P | None], lacks: Callable[[P], int], best: P, failed: Sequence[P]
+    propose: Callable[[BudgetOf, float], P | None],
+    lacks: Callable[[P], int],
+    best: P,
+    failed: Sequence[P],
+    *,
+    may_certify: Callable[[], bool],
 ) -> P | None:
     """Returns a plan that fits and is much faster than `best`; None if none is found.
 
@@ -134,10 +139,12 @@ def _between(
     between the promise of `best` and the largest promise that failed are tried, from large to small.
     """
     high_bytes, low_bytes = max(plan.peak_bytes for plan in failed), best.peak_bytes
-    tried = list(failed)
+    below_ns, tried = best.step_ns / _MUCH_FASTER, list(failed)
+    if high_bytes <= low_bytes or min(plan.step_ns for plan in failed) >= below_ns:
+        return None
     for number in range(1, _LIMITS + 1):
         limit_bytes = high_bytes - (high_bytes - low_bytes) * number // (_LIMITS + 1)
-        plan = propose(_same_for_all(limit_bytes), best.step_ns / _MUCH_FASTER)
+        plan = propose(_same_for_all(limit_bytes), below_ns) if may_certify() else None
         if plan is None:
             return None
         if plan not in tried:

@@ -89,7 +89,7 @@ class Candidate:
 
     @property
     def has_update(self) -> bool:
-        """True if the recording has an optimizer update of its own, which another update can replace."""
+        """True if the recorded optimizer update is separate from the backward, so that another one can replace it."""
         return self._graph.update_tick is not None
 
     @functools.cached_property

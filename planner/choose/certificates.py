@@ -56,7 +56,10 @@ class Certificates:
         return graph
 
     def begin(self, decisions: tuple[Decision, ...]) -> None:
-        """Start the rehearsal of decisions that will almost certainly be needed, and end another that was foreseen."""
+        """Start to rehearse the step with these decisions, whose certificate will almost certainly be needed.
+
+        A rehearsal that `foresee` has started for other decisions ends.
+        """
         if decisions not in self._cached and decisions not in self._begun:
             foreseen = self._foreseen(decisions)
             self.forget()
@@ -78,7 +81,7 @@ class Certificates:
         """End the rehearsal that was started by `foresee`, because its certificate will not be needed.
 
         Args:
-            decisions: the rehearsal ends only if it is that of these decisions. None to end it anyway.
+            decisions: the rehearsal ends only if it was started for these decisions; None to end it in any case.
         """
         if self._ahead is not None and decisions in (None, self._ahead[0]):
             (_, child), self._ahead = self._ahead, None

@@ -53,7 +53,7 @@ class Choice:
     """The configuration of the plan. Its number of loss chunks is the number for the whole batch, even if the plan
     splits the batch and `decisions` have fewer chunks."""
     prediction: Prediction | None = dataclasses.field(default=None, compare=False, repr=False)
-    """Predicts the allocator's slack before the plan is rehearsed. None if there is no prediction."""
+    """Predicts how many bytes the plan lacks, before the plan is rehearsed. None if there is no prediction."""
     passed_over: Choice | None = None
     """A choice that is faster by less than the factor `TIE`, but less faithful or with more decisions."""
 

@@ -150,7 +150,7 @@ class Chooser:
             splits = self.configurations.splits(config)
             is_likely = not found and self._probably_fits(config, budget_of(config))
             if number > 0 and not found and not is_likely:  # the next configurations will probably be needed, too
-                precision = with_roles(config, Role.PRECISION)  # other precisions are tried only if nothing fits in it
+                precision = with_roles(config, Role.PRECISION)  # a plan in it prunes most others
                 soon = [config, *(other for other in upcoming if with_roles(other, Role.PRECISION) == precision)]
                 self._prefetcher.several((self._simpler(each), self.configurations.splits(each)) for each in soon)
             if self._may_be_faster(config, budget_of(config), limit_ns):
@@ -209,7 +209,8 @@ class Chooser:
             """Returns the splits of a configuration with which a peak may be as small as the smallest one so far."""
             update, simpler = self._bounds.update_memory_bound(config), self._simpler(config)
             splits = self._splits_to_the_smallest(config) if least_bytes < smallest_bytes else ()
-            recorded = [(split, self._candidates.get(simpler, split) if found else None) for split in splits]
+            is_bounded = bool(found) and simpler != config
+            recorded = [(split, self._candidates.get(simpler, split) if is_bounded else None) for split in splits]
             return tuple(s for s, of in recorded if not of or of.may_fit_with(update, int(smallest_bytes), None, True))
 
         for window in with_upcoming(configs):
@@ -319,7 +320,7 @@ class Chooser:
         return False
 
     def _probably_fits(self, config: Config, budget_bytes: int) -> bool:
-        """Returns True if `config` probably fits without recompute, as a recording without its decisions shows."""
+        """Returns True if `config` probably fits without recompute, by a recording with its precision alone."""
         simpler, splits = without_roles(self._simpler(config), Role.LOSS), self.configurations.splits(config)
         candidate = self._candidates.get(simpler, splits[0]) if splits else None
         if candidate is None or not candidate.has_update:

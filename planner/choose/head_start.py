@@ -23,7 +23,10 @@ _FRACTION = 0.2
 
 
 def rehearse_baseline(session: PlanningSession, constraints: Constraints) -> None:
-    """Rehearse the baseline and, if that takes long, start the certificate of the plan that will probably be chosen.
+    """Rehearse the baseline, and meanwhile start the certificate of the plan that will probably be chosen.
+
+    The certificate is started only if recordings have a few of many identical layers, because only then are they
+    finished much earlier than the baseline.
 
     Raises:
         StepError: the step cannot be rehearsed.
@@ -31,7 +34,7 @@ def rehearse_baseline(session: PlanningSession, constraints: Constraints) -> Non
     """
     # For a step of the user's own, only the baseline shows how many calls of the step are recorded. Without identical
     # layers, what-if recordings are finished no earlier than the baseline.
-    if session.workload.step is not None or not session.recordings.have_few_layers:
+    if session.workload.step is not None or not session.recordings.are_shortened:
         session.expect(constraints)
         _ = session.baseline_graph
         return

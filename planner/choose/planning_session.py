@@ -36,7 +36,8 @@ from planner.space.lm_head import loss_in_chunks
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.space.micro_batches import MicroBatching
 from planner.space.search_space import SearchSpace, search_space
-from planner.virtual_gpu.forked_process import Running, interrupts_held_back
+from planner.spawned.interrupts import interrupts_held_back
+from planner.virtual_gpu.forked_process import Running
 from planner.virtual_gpu.values.shadow_ops import ASSUMED_VALUES
 from planner.workload.budget import Budget
 from planner.workload.eight_bit import least_state_bytes
@@ -160,10 +161,9 @@ class PlanningSession:
     def close(self) -> None:
         """End the recordings and rehearsals that are still running."""
         with interrupts_held_back():
-            self._certificates.close()
-            self.recordings.close()
-            if "_by_sample_check" in vars(self):
-                self._by_sample_check.close()
+            for part in (self._certificates, self.recordings, vars(self).get("_by_sample_check")):
+                if part is not None:
+                    part.close()
 
     def with_budget(self, total_bytes: int) -> PlanningSession:
         """Returns a session with `total_bytes` as the budget. It shares recordings, candidates and certificates."""

@@ -5,10 +5,10 @@ configurations in a fixed order (`Chooser._bounded_configs`), so the next config
 reads a few of them ahead, and the prefetcher starts their recordings in parallel. This changes only when the work
 starts, and never what is chosen. A wrong guess keeps a core busy for a few seconds.
 
-While a configuration is recorded, the certificate of the most likely choice is rehearsed. It is the best plan so far,
-because few of the later configurations are faster by more than a tie. Before a plan is found, it is the step of the
-present configuration without recompute, if a simpler recording shows that it probably fits. If no plan has fit, several
-configurations will be tried until one fits, so their recordings start together.
+While a configuration is recorded, the most likely choice is rehearsed for its certificate. The most likely choice is
+the best plan so far, because few later configurations are faster by more than 5 % (`TIE`). If no plan has been found,
+it is the present configuration without recompute, but only if a simpler recording shows that this probably fits. Else
+several configurations will be tried until one fits, so their recordings start together.
 """
 
 from __future__ import annotations

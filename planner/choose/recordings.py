@@ -291,8 +291,8 @@ class Recordings:
         return bool(self._shortening.runs)
 
     @property
-    def have_few_layers(self) -> bool:
-        """True if only a few of many identical layers are recorded, and False if all turned out to be needed."""
+    def are_shortened(self) -> bool:
+        """True if recordings have only a few of many identical layers; False if there are none, or all are needed."""
         return bool(self._shortening.runs)
 
     @property

@@ -3,8 +3,8 @@
 The baseline is recorded with all layers and with a few. Recordings may have only a few layers if the short recording of
 the baseline, after lengthening, has the same events as the full one. A difference between layers that occurs only in
 another precision or with micro-batches does not show in the baseline. It is detected if it makes the peak of a
-certificate differ from the promised peak (`Recordings.drop_if_wrong`). If a recording promises so much memory that none
-of its plans is certified, it is not detected, and a slower plan may be chosen.
+certificate differ from the promised peak (`Recordings.drop_if_wrong`). The difference is not detected if the lengthened
+recording needs too much memory, so that none of its plans is certified. Then a slower plan may be chosen.
 """
 
 from __future__ import annotations

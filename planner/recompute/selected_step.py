@@ -6,8 +6,8 @@ which blocks are allocated and freed. This order is derived here from a what-if 
 creates the optimizer state, which splits free blocks of the allocator's cache.
 
 Where it is not exact: the storages of a recomputed module are placed in the order of its forward, but the replay of a
-segment is represented by blocks that are alive together and have the size of its peak. Scratch memory that the first
-update needs is left out.
+segment is represented by blocks that are alive at the same time, and whose sizes add up to the peak of the replay.
+Scratch memory that the first update needs is left out.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _Selected:
 
 
 def _parts(sizes: Iterable[int], total: int) -> Iterator[int]:
-    """Yields sizes in their order until their sum would exceed the total, and then what is missing to the total."""
+    """Yields sizes in their order while their sum is below the total, and then the rest of the total."""
     for size in sizes:
         if size >= total:
             break

@@ -159,8 +159,11 @@ def failure(error: BaseException, message: str, model: torch.nn.Module, between:
         message = "a rehearsal cannot make a random generator of a card"
         way_out = "for planning, let the step use the default one (torch.manual_seed)"
     if operator := re.search(r"no rule registered for HigherOrderOperator (\w+)", message):
-        message = f"a rehearsal cannot run the operator {operator[1]}, which calls functions"
-        way_out = "for planning, write it in Python: `if` in place of torch.cond, a loop in place of scan or while_loop"
+        message = f"a rehearsal cannot run the higher-order operator {operator[1]}"
+        way_out = (
+            "for planning, write it in Python (`if` in place of torch.cond, a loop in place of scan or while_loop), "
+            "and state a value that a condition reads from a tensor with --value"
+        )
     if subclass := re.search(r"Creating a new Tensor subclass (\w+) but", message):
         message = f"a rehearsal cannot convert a tensor to the subclass {subclass[1]}"
         way_out = "for planning, use plain tensors"

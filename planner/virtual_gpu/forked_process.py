@@ -13,7 +13,7 @@ import os
 import pickle
 import signal
 import sys
-import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -25,16 +25,17 @@ import torch
 from planner.errors import MachineError, PlannerError, RehearsalProcessError
 from planner.progress import Watch
 from planner.spawned import CannotBeSentError, NewProcess, Send, ended_from_outside
+from planner.spawned.interrupts import Handlers, interrupts_held_back
 from planner.spawned.lifetime import end_with
 
 _NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
 """Text in the error that autograd raises in a child forked after a backward (torch/csrc/autograd/engine.cpp)."""
 
+_SHORTEST_PAUSE = 0.001
+"""Seconds before it is checked again whether a child that has answered has ended. Later pauses are longer."""
 _SECONDS_BETWEEN_CHECKS = 0.2
 """While a child is waited for, its watch is checked so often."""
 
-Handlers = dict[int, Callable[[int, Any], Any]]
-"""Handlers in Python, by the number of their signal."""
 Refuse = Callable[[PlannerError], NoReturn]
 """A function that sends an error to the parent as the answer of the child, and ends the child. It does not return."""
 
@@ -116,6 +117,8 @@ class _Fork:
     """Id of the process; None before it was forked, and after its end."""
     _reader: int | None = None
     """Descriptor of the pipe with the child's answer; None before it was opened, and after the end of the process."""
+    _status: int | None = None
+    """Status of the process, as `os.waitpid` returns it; None before its end, or if the system has dropped it."""
 
     def __init__(self, function: Callable[[Refuse], Any]) -> None:
         if torch.cuda.is_initialized():
@@ -138,45 +141,62 @@ class _Fork:
             raise
 
     def __del__(self) -> None:
-        # An interrupt may come after the owner has let go of this object, and before it waits for the answer.
+        # After an interrupt, the owner may have no reference to this object any more, so that nothing else ends it.
         if self._pid is not None and os.getpid() == self._parent:
             self.end()
 
     def end(self) -> None:
-        """Ends the process, and forgets its id and the pipe, so that it may be called again."""
+        """Ends the process. A second call does nothing, because the first one drops the process id and the pipe."""
         with interrupts_held_back():
             if self._pid is not None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody has to wait for it (`_status`)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and the system has dropped its status
                     os.kill(self._pid, signal.SIGKILL)
-            self._status()
+                self._reap()
+            self._close()
 
     @property
     def is_ready(self) -> bool:
         return self._reader is None or bool(wait_for([self._reader], timeout=0))
 
-    def _status(self) -> int | None:
-        """Closes the pipe, waits for the end of the process, and forgets both.
-
-        Returns:
-            The status of the process, as `os.waitpid` does; None if there is none. The system drops it if this process
-            ignores SIGCHLD, or if a handler of the user's has waited for the process.
-        """
-        pid, reader, self._pid, self._reader = self._pid, self._reader, None, None
+    def _close(self) -> None:
+        reader, self._reader = self._reader, None
         if reader is not None:
             os.close(reader)
+
+    def _reap(self, options: int = 0) -> bool:
+        """Waits for the end of the process. Drops its id, and stores its status, if it has ended.
+
+        Args:
+            options: as for `os.waitpid`.
+
+        Returns:
+            True if the process has ended.
+        """
+        assert self._pid is not None
         try:
-            return None if pid is None else os.waitpid(pid, 0)[1]
-        except ChildProcessError:
-            return None
+            ended, self._status = os.waitpid(self._pid, options)
+        except ChildProcessError:  # this process ignores SIGCHLD, or a handler of the user's has waited for it
+            ended, self._status = self._pid, None
+        if ended:
+            self._pid = None
+        return bool(ended)
 
     def wait(self, check: Callable[[], None], receive: Callable[[str, Any], None]) -> Any:
         try:
             answer = b"".join(self._chunks(check))
-            with interrupts_held_back():
-                status = self._status()
+            pause = _SHORTEST_PAUSE
+            while self._pid is not None:  # the user's code may have closed the pipe, and go on
+                check()
+                with interrupts_held_back():
+                    if self._reap(os.WNOHANG):
+                        self._close()
+                        break
+                time.sleep(pause)
+                pause = min(2 * pause, _SECONDS_BETWEEN_CHECKS)
         except BaseException:  # For example an interrupt (Ctrl-C), which the child may not have received.
             self.end()
             raise
+        status = self._status
         number = None if status is None or not os.WIFSIGNALED(status) else os.WTERMSIG(status)
         if number is not None and (why := ended_from_outside(number)) is not None:
             raise MachineError(f"the child process that rehearses the step was ended: {why}")
@@ -212,12 +232,20 @@ def end_all(children: Iterable[Running]) -> None:
 def _pipe() -> tuple[int, int]:
     """Returns the ends of a new pipe. Raises `MachineError` if the process may open no further files."""
     try:
-        return os.pipe()
+        ends = os.pipe()
+        if min(ends) > 2:
+            return ends
+        import fcntl  # on Windows no process is forked
+
+        moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
     except OSError as error:
         raise MachineError(
-            f"this process can open no pipe for a rehearsal ({error.strerror}): close files, or raise the limit "
+            f"this process cannot open a pipe for a rehearsal ({error.strerror}): close files, or raise the limit "
             "(`ulimit -n`)"
         ) from error
+    for end in ends:  # a process without standard streams gave the pipe their numbers
+        os.close(end)
+    return moved[0], moved[1]
 
 
 def _forked(function: Callable[[Refuse], Any], reader: int, writer: int, handlers: Handlers) -> int:
@@ -252,41 +280,6 @@ def _forked(function: Callable[[Refuse], Any], reader: int, writer: int, handler
     finally:
         if os.getpid() != parent:  # an error in the child must not return to the user's program a second time
             os._exit(1)
-
-
-@contextlib.contextmanager
-def interrupts_held_back() -> Iterator[Handlers]:
-    """Delays the effect of Ctrl-C, and of other signals that have a handler in Python, until the context ends.
-
-    Outside of the main thread the context does nothing, because handlers run in the main thread only.
-
-    Python runs functions of its own around a fork. The exception of a handler would be lost in one of them, and could
-    leave a lock of `logging` locked. In the child, it would reach the user's program, which would then go on in two
-    processes.
-
-    Yields:
-        The handlers whose effect is delayed.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield {}
-        return
-    of_signals = [(int(number), signal.getsignal(number)) for number in signal.valid_signals()]
-    of_signals.sort(key=lambda found: found[0] == signal.SIGINT)  # restored last, because its handler raises an error
-    handlers: Handlers = {number: handler for number, handler in of_signals if callable(handler)}
-    noted: dict[int, None] = {}
-
-    def note(number: int, frame: object) -> None:
-        noted[number] = None
-
-    try:
-        for number in handlers:
-            signal.signal(number, note)
-        yield handlers
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in noted:
-            signal.raise_signal(number)
 
 
 def _new_process(function: Callable[[Refuse], Any]) -> NewProcess:
@@ -338,7 +331,7 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
     try:
         # The parent reads until the pipe is closed in all processes, so those that the model forks close it at once.
         os.register_at_fork(after_in_child=functools.partial(_close_all, [writer]))
-        os.dup2(2, 1)
+        _print_to_standard_error()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and decides whether to end the child
         torch.set_num_threads(1)
         # The workers of a data loader, too, get classes that cannot be imported by name. Python 3.14 pickles them.
@@ -353,6 +346,17 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
         code = 0
     finally:
         os._exit(code)
+
+
+def _print_to_standard_error() -> None:
+    """Makes the standard output go to standard error, or nowhere if there is none."""
+    try:
+        os.dup2(2, 1)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (1, 2):
+            if stream != nowhere:
+                os.dup2(nowhere, stream)
 
 
 def _close_all(descriptors: list[int]) -> None:

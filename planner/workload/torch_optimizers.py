@@ -56,8 +56,9 @@ def skip_first_steps(optimizers: Iterable[object]) -> None:
     """
     for optimizer in optimizers:
         for state in optimizer.state.values() if isinstance(optimizer, torch.optim.RAdam) else ():
-            if state["step"].device.type == "cpu":  # a count on the card decides nothing in Python
-                state["step"] = torch.tensor(float(_LATER_STEP), dtype=state["step"].dtype)
+            count = state.get("step")
+            if isinstance(count, torch.Tensor) and count.device.type == "cpu":  # one on the card decides nothing here
+                state["step"] = torch.tensor(float(_LATER_STEP), dtype=count.dtype)
 
 
 _FUSED = ("Adagrad", "Adam", "AdamW", "SGD")

@@ -195,6 +195,13 @@ def test_only_one_plan_is_certified_if_nothing_is_predicted_to_fit():
     assert world.search(predicted=world.lacks) is None and len(world.tried) == 1
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_the_number_of_certificates_is_limited(seed):
+    world = drawn_world(seed, least_bytes=500)
+    world.search(attempts=5, predicted=lambda plan: 0)
+    assert len(world.tried) <= 5
+
+
 def test_a_plan_with_less_slack_between_the_failed_one_and_a_much_slower_one_is_found():
     """The plan that fits promises more than one that fails: its slack is smaller."""
     plans = [Plan("a", 990, 100, 100), Plan("a", 940, 110, 10), Plan("a", 900, 120, 200), Plan("a", 700, 200, 0)]

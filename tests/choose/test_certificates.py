@@ -165,7 +165,7 @@ def test_the_best_plan_so_far_is_certified_while_another_configuration_is_record
 
 @pytest.mark.slow
 def test_the_certificate_of_a_chunked_loss_is_started_while_its_step_is_recorded(foreseen):
-    """Without the logits, which a recording of the whole loss shows, the step fits."""
+    """The recording of the step with the whole loss shows that it fits if the logits are not counted."""
     settings = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 20_000, "tie_word_embeddings": False}
     work = transformer("llama", "LlamaForCausalLM", batch_size=2, seq_len=512, **settings)
     others = "optimizer-kernel", "8bit-optimizer", "accumulation", "step-in-backward", "mixed-precision"

@@ -313,7 +313,7 @@ def test_gradients_do_not_make_a_budget_hopeless_that_an_update_in_backward_meet
 
 @pytest.mark.parametrize("forbidden", [["accumulation"], []], ids=["whole batch", "micro-batches"])
 def test_the_smallest_plan_is_searched_without_recordings_that_cannot_change_it(monkeypatch, forbidden):
-    """A relaxation of a recorded configuration proves that other updates have larger peaks."""
+    """Lower bounds from a recorded configuration show that other optimizer updates have larger peaks."""
     model, batch = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]), torch.zeros(8192, 512)
     work = workload(model, batch, loss_fn=lambda out, batch: out.square().mean(), optimizer="adamw")
     card, constraints = profiles.load("bare"), parse_constraints(fidelity="rounded", force=[], forbid=forbidden)

@@ -18,6 +18,7 @@ import torch
 import planner
 from planner.cli import command
 from planner.errors import MachineError, PlannerError, RehearsalProcessError
+from planner.spawned.interrupts import interrupts_held_back
 from planner.virtual_gpu import forked_process
 from planner.virtual_gpu.forked_process import Child, end_all, run_in_child
 
@@ -272,6 +273,60 @@ def test_handlers_that_raise_errors_do_so_after_a_fork(monkeypatch):
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_all_signals_that_were_held_back_take_effect():
+    got: list[int] = []
+
+    def fails(number, frame) -> None:
+        got.append(number)
+        raise TimeoutError
+
+    signals = [signal.SIGUSR1, signal.SIGUSR2]
+    before = [signal.signal(number, fails) for number in signals]
+    try:
+        with pytest.raises(TimeoutError), interrupts_held_back():
+            for number in signals:
+                signal.raise_signal(number)
+            assert got == []
+        assert sorted(got) == sorted(signals)
+        assert all(signal.getsignal(number) is fails for number in signals)
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_child_that_has_lost_its_pipe_and_goes_on_can_be_interrupted():
+    def closes_all_files() -> None:
+        os.closerange(3, 200)
+        time.sleep(WAIT_SECONDS)
+
+    def fails(number, frame) -> None:
+        raise TimeoutError
+
+    before, began = signal.signal(signal.SIGALRM, fails), time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(TimeoutError):
+            run_in_child(closes_all_files)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < WAIT_SECONDS / 2
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (1, 2), (0, 1, 2)], ids=str)
+def test_a_process_whose_standard_streams_are_closed_gets_answers(closed, tmp_path):
+    program = f"""
+        import os
+        for stream in {closed}:
+            os.close(stream)
+        from planner.virtual_gpu.forked_process import run_in_child
+        answer = run_in_child(lambda: (print("text"), 7)[1])
+        open({str(tmp_path / "answer")!r}, "w").write(str(answer))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=WAIT_SECONDS * 4)
+    assert (tmp_path / "answer").read_text() == "7"
+
+
 def test_only_the_first_generation_of_processes_closes_the_pipe():
     """In later ones, the number of the pipe belongs to other files."""
 
@@ -304,7 +359,7 @@ def test_a_process_that_may_open_no_more_files_is_refused(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "pipe", refused)
-    with pytest.raises(MachineError, match=r"can open no pipe .*Too many open files.*`ulimit -n`"):
+    with pytest.raises(MachineError, match=r"cannot open a pipe .*Too many open files.*`ulimit -n`"):
         run_in_child(lambda: 7)
 
 
