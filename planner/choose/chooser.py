@@ -154,7 +154,8 @@ class Chooser:
                 soon = [config, *(other for other in upcoming if with_roles(other, Role.PRECISION) == precision)]
                 self._prefetcher.several((self._simpler(each), self.configurations.splits(each)) for each in soon)
             if self._may_be_faster(config, budget_of(config), limit_ns):
-                best = simplest_in_tie(found).decisions if found else None
+                best = simplest_in_tie(found).decisions if found else ()
+                best = () if has_role(best, Role.RECOMPUTE) else best  # slack will change what is recomputed
                 self._prefetcher.first_split(config, splits, best=best, is_likely=is_likely)
                 choices = self._fastest_of(config, budget_of(config), limit_ns)
                 found += [self._complete(choice, config) for choice in choices if choice.step_ns < above_ns]
@@ -209,8 +210,7 @@ class Chooser:
             """Returns the splits of a configuration with which a peak may be as small as the smallest one so far."""
             update, simpler = self._bounds.update_memory_bound(config), self._simpler(config)
             splits = self._splits_to_the_smallest(config) if least_bytes < smallest_bytes else ()
-            is_bounded = bool(found) and simpler != config
-            recorded = [(split, self._candidates.get(simpler, split) if is_bounded else None) for split in splits]
+            recorded = [(s, self._candidates.get(simpler, s) if found and simpler != config else None) for s in splits]
             return tuple(s for s, of in recorded if not of or of.may_fit_with(update, int(smallest_bytes), None, True))
 
         for window in with_upcoming(configs):

@@ -6,9 +6,11 @@ reads a few of them ahead, and the prefetcher starts their recordings in paralle
 starts, and never what is chosen. A wrong guess keeps a core busy for a few seconds.
 
 While a configuration is recorded, the most likely choice is rehearsed for its certificate. The most likely choice is
-the best plan so far, because few later configurations are faster by more than 5 % (`TIE`). If no plan has been found,
-it is the present configuration without recompute, but only if a simpler recording shows that this probably fits. Else
-several configurations will be tried until one fits, so their recordings start together.
+the best plan so far, because few later configurations are faster by more than 5 % (`TIE`). A best plan that recomputes
+modules is not rehearsed, because it will probably recompute other ones when the allocator's slack is known. If no plan
+has been found, the most likely choice is the present configuration without recompute, but only if a simpler recording
+shows that this probably fits. Else several configurations will be tried until one fits, so their recordings start
+together.
 """
 
 from __future__ import annotations
@@ -49,14 +51,15 @@ class Prefetcher:
         config: tuple[Decision, ...],
         splits: tuple[MicroBatching, ...],
         *,
-        best: tuple[Decision, ...] | None,
+        best: tuple[Decision, ...],
         is_likely: bool,
     ) -> None:
         """Start the recording of a configuration with its first split, and the certificate of the most likely choice.
 
         Args:
-            best: decisions of the best plan so far; None if no plan has been found. Its certificate is started.
-            is_likely: True if the configuration probably fits without recompute. If there is no `best`, the certificate
+            best: decisions of the best plan so far, whose certificate is started; empty if there is none, or if it will
+                probably not be chosen.
+            is_likely: True if the configuration probably fits without recompute. If `best` is empty, the certificate
                 of its step without recompute is started.
         """
         for split in splits[:1]:

@@ -61,11 +61,10 @@ def test_several_configurations_start_with_their_first_split():
 @pytest.mark.parametrize(
     ("guess", "certified"),
     [
-        ({"best": None, "is_likely": False}, None),
-        ({"best": None, "is_likely": True}, BF16),
+        ({"best": (), "is_likely": False}, None),
+        ({"best": (), "is_likely": True}, BF16),
         ({"best": FUSED, "is_likely": False}, FUSED),
         ({"best": FUSED, "is_likely": True}, FUSED),
-        ({"best": (), "is_likely": False}, None),  # the baseline needs no certificate
     ],
 )
 def test_a_configuration_is_recorded_and_the_likely_choice_is_certified(guess, certified):
