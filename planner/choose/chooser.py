@@ -150,9 +150,9 @@ class Chooser:
             splits = self.configurations.splits(config)
             is_likely = not found and self._probably_fits(config, budget_of(config))
             if number > 0 and not found and not is_likely:  # the next configurations will probably be needed, too
-                precision = with_roles(config, Role.PRECISION)  # a plan in it prunes most others
-                soon = [config, *(other for other in upcoming if with_roles(other, Role.PRECISION) == precision)]
-                self._prefetcher.several((self._simpler(each), self.configurations.splits(each)) for each in soon)
+                self._prefetcher.several(
+                    (self._simpler(soon), self.configurations.splits(soon)) for soon in (config, *upcoming)
+                )
             if self._may_be_faster(config, budget_of(config), limit_ns):
                 best = simplest_in_tie(found).decisions if found else ()
                 best = () if has_role(best, Role.RECOMPUTE) else best  # slack will change what is recomputed
@@ -178,10 +178,10 @@ class Chooser:
         As `_is_hopeless` says, gradients are not counted, and the optimizer state is the smallest possible.
         """
         configs = [config for config in self.configurations if not self.configurations.could_use_chunks(config)]
-        last_splits = [(self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs]
-        for number, config in enumerate(configs):
-            # If the first one may fit, as is often the case, the others are not needed.
-            self._prefetcher.smallest(last_splits[number:] if number else last_splits[:1])
+        self._prefetcher.smallest(
+            (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs
+        )
+        for config in configs:
             update = dataclasses.replace(self._bounds.update_memory_bound(config), counts_gradients=False)
             for split in self.configurations.splits(config)[-1:]:
                 candidate = self._bounding(self._simpler(config), split)
