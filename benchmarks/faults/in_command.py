@@ -341,15 +341,15 @@ FAULTS = (
         why="processes of rehearsals stay after Ctrl-C",
     ),
     Fault(
-        name="interrupt-leaves-zombies",
+        name="interrupt-kills-another-process",
         path="planner/virtual_gpu/forked_process.py",
         old="                with interrupts_held_back():\n                    if self._reap(os.WNOHANG):\n",
         new="                with contextlib.nullcontext():\n                    if self._reap(os.WNOHANG):\n",
         tests=(
             "tests/virtual_gpu/test_lifetimes.py"
-            "::test_an_interrupt_while_the_end_of_a_child_is_waited_for_leaves_nothing",
+            "::test_an_interrupt_just_after_the_end_of_a_child_ends_no_other_process",
         ),
-        why="a process that has ended is not waited for",
+        why="after Ctrl-C, a process that has got the id of a child is killed",
     ),
     Fault(
         name="lost-children-run-on",

@@ -237,6 +237,26 @@ def test_an_interrupt_while_the_end_of_a_child_is_waited_for_leaves_nothing(inte
         os.fstat(reader)
 
 
+def test_an_interrupt_just_after_the_end_of_a_child_ends_no_other_process(monkeypatch):
+    """The system may give the id of the child to another process by then."""
+    waitpid, killed = os.waitpid, []
+
+    def interrupted(process: int, options: int) -> tuple[int, int]:
+        ended = waitpid(process, 0)
+        signal.raise_signal(signal.SIGINT)
+        return ended
+
+    monkeypatch.setattr(os, "waitpid", interrupted)
+    monkeypatch.setattr(os, "kill", lambda process, number: killed.append(process))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_child(lambda: 7)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert killed == []
+
+
 def test_an_interrupt_ends_all_children(interrupted_wait):
     children = [Child(lambda refuse: time.sleep(WAIT_SECONDS)) for _ in range(3)]
     processes = [child._process._pid for child in children]
