@@ -501,12 +501,18 @@ FAULTS = (
     Fault(
         name="radam-recorded-in-its-first-steps",
         path="planner/workload/torch_optimizers.py",
-        old='            if isinstance(count, torch.Tensor) and count.device.type == "cpu":',
-        new="            if False:  # a count",
-        tests=(
-            "tests/recording/test_later_steps.py::test_radam_is_recorded_with_the_memory_of_its_later_steps[False-True]",
-        ),
+        old='elif isinstance(count, torch.Tensor) and count.device.type == "cpu":',
+        new="elif False:  # a count",
+        tests=("tests/recording/test_later_steps.py::test_a_recording_has_the_memory_of_later_steps[RAdam-loop]",),
         why="a plan with the for-loop of RAdam needs more memory than promised from the sixth step on",
+    ),
+    Fault(
+        name="asgd-recorded-before-it-averages",
+        path="planner/workload/torch_optimizers.py",
+        old="                    if isinstance(weight, FakeTensor):\n",
+        new="                    if weight is None:  # never\n",
+        tests=("tests/recording/test_later_steps.py::test_a_recording_has_the_memory_of_later_steps[ASGD-loop-0]",),
+        why="a plan with the for-loop of ASGD needs more memory than promised from the step on that averages",
     ),
     Fault(
         name="layers-compared-by-arrays",

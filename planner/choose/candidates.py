@@ -31,6 +31,7 @@ from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import StepGraph
 from planner.search import milp
 from planner.search.problem import Selection
+from planner.space.configurations import Config
 from planner.space.lm_head import ChunkedLossOption
 from planner.space.micro_batches import MicroBatching
 
@@ -317,9 +318,9 @@ class Candidates:
             sharding=self._sharding,
         )
 
-    def prefetch(self, config: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
-        """Start the recordings that these candidates need, without waiting for them."""
-        self._recordings.prefetch(config, splits)
+    def prefetch(self, config: Config, splits: Iterable[MicroBatching], *, updates_only: bool = False) -> None:
+        """Start the recordings that these candidates need, without waiting for them (`Recordings.prefetch`)."""
+        self._recordings.prefetch(config, splits, updates_only=updates_only)
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate:
         """Returns the candidate, recorded if necessary. Raises `PlannerError` if its step cannot be rehearsed."""
@@ -377,13 +378,13 @@ class ChunkedCandidates:
         replaced = (chunked if decision.role is Role.LOSS else decision for decision in config)
         return tuple(decision for decision in replaced if decision is not None)
 
-    def prefetch(self, config: tuple[Decision, ...], splits: Iterable[MicroBatching]) -> None:
+    def prefetch(self, config: Config, splits: Iterable[MicroBatching], *, updates_only: bool = False) -> None:
         """Start the recordings that these candidates need. Splits with equal numbers of chunks share recordings."""
         by_config: dict[tuple[Decision, ...], list[MicroBatching]] = {}
         for split in splits:
             by_config.setdefault(self.config(config, split), []).append(split)
         for chunked, members in by_config.items():
-            self._candidates.prefetch(chunked, tuple(members))
+            self._candidates.prefetch(chunked, tuple(members), updates_only=updates_only)
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate:
         """Returns the candidate, recorded if necessary. Raises `PlannerError` if its step cannot be rehearsed."""

@@ -150,13 +150,14 @@ class Chooser:
             splits = self.configurations.splits(config)
             is_likely = not found and self._probably_fits(config, budget_of(config))
             if number > 0 and not found and not is_likely:  # the next configurations will probably be needed, too
-                self._prefetcher.several(
-                    (self._simpler(soon), self.configurations.splits(soon)) for soon in (config, *upcoming)
-                )
+                soon = (config, *upcoming)
+                self._prefetcher.several((self._simpler(c), self.configurations.splits(c)) for c in soon)
             if self._may_be_faster(config, budget_of(config), limit_ns):
                 best = simplest_in_tie(found).decisions if found else ()
-                best = () if has_role(best, Role.RECOMPUTE) else best  # slack will change what is recomputed
                 self._prefetcher.first_split(config, splits, best=best, is_likely=is_likely)
+                if found:
+                    others = (c for c in self.configurations if self._bound_ns(c) < self._limit_ns(c, found, above_ns))
+                    self._prefetcher.updates((other, self.configurations.splits(other)) for other in others)
                 choices = self._fastest_of(config, budget_of(config), limit_ns)
                 found += [self._complete(choice, config) for choice in choices if choice.step_ns < above_ns]
         return simplest_in_tie(found) if found else None
@@ -173,10 +174,7 @@ class Chooser:
         return budget_bytes <= self._hopeless_bytes
 
     def _may_fit(self, budget_bytes: int) -> Iterator[bool]:
-        """Yields, for each configuration, False if it cannot fit even with the most micro-batches; else True.
-
-        As `_is_hopeless` says, gradients are not counted, and the optimizer state is the smallest possible.
-        """
+        """Yields, for each configuration, False if `_is_hopeless` is true of it; else True."""
         configs = [config for config in self.configurations if not self.configurations.could_use_chunks(config)]
         self._prefetcher.smallest(
             (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs

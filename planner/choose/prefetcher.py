@@ -2,7 +2,8 @@
 
 A recording takes seconds in a child process, and the chooser asks for one recording after another. It tries
 configurations in a fixed order (`Chooser._bounded_configs`), so the next configurations are known: `with_upcoming`
-reads a few of them ahead, and the prefetcher starts their recordings in parallel. This changes only when the work
+reads a few of them ahead, and the prefetcher starts their recordings in parallel. As soon as a plan has been found, the
+recordings of all updates that may still win start together, because they are short. This changes only when the work
 starts, and never what is chosen. A wrong guess keeps a core busy for a few seconds.
 
 While a configuration is recorded, the most likely choice is rehearsed for its certificate. The most likely choice is
@@ -23,7 +24,7 @@ from typing import TypeVar
 
 from planner.choose.candidates import ChunkedCandidates
 from planner.choose.certificates import Certificates
-from planner.plan_types.decision_base import Decision
+from planner.plan_types.decision_base import Decision, Role, has_role
 from planner.space.micro_batches import MicroBatching
 
 LOOKAHEAD = max(2, min(os.cpu_count() or 2, 4))
@@ -57,16 +58,22 @@ class Prefetcher:
         """Start the recording of a configuration with its first split, and the certificate of the most likely choice.
 
         Args:
-            best: decisions of the best plan so far, whose certificate is started; empty if there is none, or if it will
-                probably not be chosen.
-            is_likely: True if the configuration probably fits without recompute. If `best` is empty, the certificate
-                of its step without recompute is started.
+            best: decisions of the best plan so far; empty if there is none. Its certificate is started, unless it
+                recomputes: slack will change what is recomputed.
+            is_likely: True if the configuration probably fits without recompute. If no certificate of `best` is
+                started, that of the configuration's step without recompute is.
         """
+        best = () if has_role(best, Role.RECOMPUTE) else best
         for split in splits[:1]:
             if self._candidates.get(config, split) is None:
                 self._candidates.prefetch(config, (split,))
                 if best or is_likely:
                     self._certificates.foresee(best or self._without_recompute(config, split))
+
+    def updates(self, planned: Iterable[Planned]) -> None:
+        """Start recordings of the updates of configurations that may win, if their steps have been recorded."""
+        for config, splits in planned:
+            self._candidates.prefetch(config, splits[:1], updates_only=True)
 
     def all_splits(self, config: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
         """Start recordings for all splits of a configuration that does not fit with its first split."""

@@ -24,6 +24,7 @@ from planner.errors import StepError, WorkloadError
 from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
 from planner.recording.repeats.layer_runs import LayerRun
 from planner.recording.step_graph import StepGraph
+from planner.space.configurations import Config
 from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Running, end_all
 
@@ -81,17 +82,21 @@ class Recordings:
         self._refused: dict[int, StepError] = {}
         """Errors of micro-batch sizes with which the model failed in a configuration that runs the whole batch."""
 
-    def prefetch(self, config: tuple[Decision, ...], splits: Iterable[MicroBatching]) -> None:
-        """Start the recordings that `of()` will need for these splits."""
+    def prefetch(self, config: Config, splits: Iterable[MicroBatching], *, updates_only: bool = False) -> None:
+        """Start the recordings that `of()` will need for these splits.
+
+        Args:
+            updates_only: True to start only the recordings of updates, and only if their steps have been recorded.
+        """
         splits = tuple(splits)
         if any(split.micro_batches == 1 for split in splits):
-            self._prefetch((config, (max(s.size for s in splits if s.micro_batches == 1),)))
+            self._prefetch((config, (max(s.size for s in splits if s.micro_batches == 1),)), updates_only)
         if any(split.micro_batches > 1 and split.size >= BASE_SIZES[0] for split in splits):
             for size, parts in itertools.product(BASE_SIZES, self._parts_of(splits)):
-                self._prefetch(_accumulated(config, (size,) * parts))
+                self._prefetch(_accumulated(config, (size,) * parts), updates_only)
         elif any(split.micro_batches > 1 for split in splits):
             for parts in self._parts_of(splits):
-                self._prefetch(_accumulated(config, (1,) * parts))
+                self._prefetch(_accumulated(config, (1,) * parts), updates_only)
 
     def _parts_of(self, splits: Iterable[MicroBatching]) -> list[int]:
         """Returns the numbers of micro-batches in the recordings of these splits, without that of the whole batch."""
@@ -165,8 +170,10 @@ class Recordings:
         self._running.clear()
         self._shortening.close()
 
-    def _prefetch(self, key: _Key) -> None:
+    def _prefetch(self, key: _Key, updates_only: bool) -> None:
         step, update = self._parts(key)
+        if updates_only and step not in self._recorded:
+            return
         if step in self._recorded and not can_be_grafted(self._recorded[step]):
             step, update = key, None
         self._begin(step)

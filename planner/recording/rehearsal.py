@@ -242,7 +242,7 @@ def record_steps(
             if primed:
                 priming = (lambda _: _prime(model, optimizers)) if own_step is None else step
                 _run_step(priming, batch, model, hook_errors)
-                skip_first_steps(optimizers)
+                skip_first_steps(optimizers, recorder.data_dependence.known.learn)
             recorder.setup_ends()
             function = (loss_fn, "loss function") if own_step is None else (own_step, "step function")
             repetition = Repetition(recorder.table)
@@ -251,7 +251,7 @@ def record_steps(
                 recorder.starts_step(number)
                 repetition.starts()
                 _run_step(step, batch, model, hook_errors)
-                skip_first_steps(optimizers)
+                skip_first_steps(optimizers, recorder.data_dependence.known.learn)
                 gc.collect()
                 if steps is None or 1 < steps <= number + 2:
                     repetition.ends(plain_state(model, *function))

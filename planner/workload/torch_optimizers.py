@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.workload.optimizer_choice import OPTIMIZERS
 
@@ -45,20 +46,28 @@ def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
 
 
-_LATER_STEP = 1000
-"""Number of steps after which the updates of RAdam, which depend on the number of steps, run the same ops."""
+_LATER_STEP = 100_000
+"""Number of steps after which the updates of RAdam and ASGD, which depend on the number of steps, run the same ops."""
 
 
-def skip_first_steps(optimizers: Iterable[object]) -> None:
-    """Sets the step count of optimizers whose first updates run fewer ops and need less memory than later ones.
+def skip_first_steps(optimizers: Iterable[object], learn: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    """Sets the state of optimizers whose first updates run fewer ops and need less memory to that of a later step.
 
-    The for-loop of RAdam adapts its step only from the sixth update on (with the default betas).
+    The for-loop of RAdam adapts its step only from the sixth update on (with the default betas). That of ASGD averages
+    parameters only after step `t0`, which is not skipped if it is 100,000 or later (the default is 1,000,000).
+
+    Args:
+        learn: sets the known value of a fake tensor.
     """
     for optimizer in optimizers:
-        for state in optimizer.state.values() if isinstance(optimizer, torch.optim.RAdam) else ():
-            count = state.get("step")
-            if isinstance(count, torch.Tensor) and count.device.type == "cpu":  # one on the card decides nothing here
-                state["step"] = torch.tensor(float(_LATER_STEP), dtype=count.dtype)
+        if isinstance(optimizer, (torch.optim.ASGD, torch.optim.RAdam)):
+            for group in optimizer.param_groups:
+                for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
+                    count, weight = state.get("step"), state.get("mu")
+                    if isinstance(weight, FakeTensor):
+                        learn(weight, torch.tensor(1 / max(1, _LATER_STEP - group["t0"]), dtype=weight.dtype))
+                    elif isinstance(count, torch.Tensor) and count.device.type == "cpu":  # else it decides nothing
+                        state["step"] = torch.tensor(float(_LATER_STEP), dtype=count.dtype)
 
 
 _FUSED = ("Adagrad", "Adam", "AdamW", "SGD")

@@ -6,11 +6,12 @@ import pytest
 
 from planner.choose.candidates import ChunkedCandidates
 from planner.choose.prefetcher import Prefetcher, with_upcoming
-from planner.plan_types.decisions import ChunkedLoss, OptimizerKernel, Precision
+from planner.plan_types.decisions import Checkpoint, ChunkedLoss, OptimizerKernel, Precision
 from planner.space.lm_head import ChunkedLossOption
 from planner.space.micro_batches import MicroBatching
 
 BF16, FUSED = (Precision(dtype="bf16"),), (OptimizerKernel(kernel="fused"),)
+RECOMPUTED = Checkpoint(modules=("block",))
 WHOLE, HALVES, QUARTERS = (MicroBatching(micro_batches=count, size=8 // count) for count in (1, 2, 4))
 CHUNKS = ChunkedLossOption(module="head", chunks=8)
 
@@ -21,8 +22,8 @@ class Started:
     def __init__(self, *known) -> None:
         self.known, self.events = known, []
 
-    def prefetch(self, config, splits) -> None:
-        self.events.append(("record", config, splits))
+    def prefetch(self, config, splits, *, updates_only=False) -> None:
+        self.events.append(("update" if updates_only else "record", config, splits))
 
     def get(self, config, split):
         return (config, split) if (config, split) in self.known else None
@@ -65,6 +66,7 @@ def test_several_configurations_start_with_their_first_split():
         ({"best": (), "is_likely": True}, BF16),
         ({"best": FUSED, "is_likely": False}, FUSED),
         ({"best": FUSED, "is_likely": True}, FUSED),
+        ({"best": (*FUSED, RECOMPUTED), "is_likely": False}, None),
     ],
 )
 def test_a_configuration_is_recorded_and_the_likely_choice_is_certified(guess, certified):
@@ -78,6 +80,12 @@ def test_nothing_is_started_ahead_of_what_is_known():
     prefetcher(started).first_split(FUSED, (WHOLE,), best=BF16, is_likely=True)
     prefetcher(started).first_split(BF16, (), best=FUSED, is_likely=True)
     assert started.events == []
+
+
+def test_updates_are_started_without_their_steps():
+    started = Started()
+    prefetcher(started).updates([(FUSED, (WHOLE, HALVES)), ((*BF16, *FUSED), (WHOLE,)), (BF16, ())])
+    assert started.events == [("update", FUSED, (WHOLE,)), ("update", (*BF16, *FUSED), (WHOLE,))]
 
 
 def test_splits_with_as_many_chunks_are_started_together():
