@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -86,15 +87,16 @@ def best_in_time(session: PlanningSession, space: SearchSpace, constraints: Cons
         with watch.at_most(_SEARCHING * watch.left_seconds):
             return best(session, space, constraints)
     except TimeIsUp:
-        if session.best_known(constraints) is None:
-            with watch.after_end():
-                _certify_promised(session, constraints)
+        with watch.after_end():
+            _certify_promised(session, constraints)
     return best(session, space, constraints)
 
 
 def _certify_promised(session: PlanningSession, constraints: Constraints) -> None:
-    """Certify the fastest choice that the search has found so far; if it does not fit, also the smallest one."""
-    for choice in session.searches.promised(constraints):
+    """Certify the best choice of the search or, if it does not fit, the smallest one, if it beats the known plans."""
+    known = session.best_known(constraints)
+    below_ns = math.inf if known is None else known.measured.footprint.step_ns / TIE
+    for choice in (choice for choice in session.searches.promised(constraints) if choice.step_ns < below_ns):
         session.watch.stage("certifying a plan")
         with contextlib.suppress(_DroppedError):
             certified = certify(session, choice)

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 
 import torch
 
-from planner.choose.choice import Choice
+from planner.choose.choice import Choice, simplest_in_tie
 from planner.choose.chooser import Chooser
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
@@ -104,12 +104,11 @@ class Searches:
         return sum(chooser.undecided for _, chooser in self._made)
 
     def promised(self, constraints: Constraints) -> tuple[Choice, ...]:
-        """Returns the fastest and the smallest choice of the latest search, which may not have been certified yet."""
+        """Returns the best and the smallest choice of the latest search, which may not have been certified yet."""
         found = [chooser.promised for chooser in self._under(constraints)[-1:]]
         if not any(found):
             return ()
-        fastest = min(found[0], key=lambda choice: choice.step_ns)
-        return tuple(dict.fromkeys((fastest, min(found[0], key=lambda choice: choice.peak_bytes))))
+        return tuple(dict.fromkeys((simplest_in_tie(found[0]), min(found[0], key=lambda choice: choice.peak_bytes))))
 
     def untried(self, constraints: Constraints) -> tuple[Config, ...]:
         """Returns the configurations of the latest search that no search under these constraints has come to."""
