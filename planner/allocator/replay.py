@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from planner.allocator.blocks import Block, Placement
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory, OutOfMemoryReport
 from planner.allocator.settings import AllocatorSettings
+from planner.allocator.state import capture
 from planner.allocator.trials import WorkspaceTrials
 from planner.workspaces.registry import Trials
 
 if TYPE_CHECKING:
     import numpy
+
+
+_MOST_ROUNDS = 16
+"""Maximum number of times that the last events are repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Events at the end of a sequence that go on repeating after it, such as those of a training step."""
+
+    start: int
+    """Index of the first event of the round."""
+    succeeds: Mapping[int, int]
+    """For each storage that a round leaves for the next one to free: the number under which the next one frees it. It
+    is that of the storage that the round before the recorded one left."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +72,7 @@ def replay(
     descending: bool = False,
     streams: Mapping[int, int] = MappingProxyType({}),
     trials: Mapping[int, Trials] = MappingProxyType({}),
+    last_round: Round | None = None,
 ) -> AllocatorOutcome:
     """Runs allocations and frees of storages through an empty simulated allocator.
 
@@ -72,6 +89,9 @@ def replay(
             equal size the one at the lowest address is taken, so the order decides which segments are split.
         streams: The CUDA stream of each storage that is not allocated in the default stream.
         trials: What is tried for a storage that does not fit, for those storages for which something else is tried.
+        last_round: The events that are repeated until the allocator is in a state in which it was after an earlier
+            round, or 16 times. Free memory may be divided otherwise at the beginning of each round, so that a later
+            round may need more segments. None to run each event once.
 
     Returns:
         The peaks and the final state. A request that does not fit ends the replay, and is reported in the result.
@@ -85,7 +105,7 @@ def replay(
     alive: dict[int, Block] = {}
     peak_event = failure = failed_event = None
     peak_bytes = 0
-    for index, (storage, size_bytes) in enumerate(_pairs(events)):
+    for index, (storage, size_bytes) in _in_rounds(list(_pairs(events)), last_round, allocator, alive):
         if size_bytes > 0:
             if storage in alive:
                 raise ValueError(
@@ -129,6 +149,42 @@ def replay(
         taken=workspaces.taken,
         searched=workspaces.searched,
     )
+
+
+def _in_rounds(
+    events: list[tuple[int, int]], last_round: Round | None, allocator: CachingAllocator, alive: dict[int, Block]
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yields the events with their indices, and then those of the last round again, as `replay` says.
+
+    Args:
+        alive: the blocks of the storages that are allocated. At the end of a round, the storages that it leaves get the
+            numbers under which the next round frees them.
+    """
+    if last_round is None:
+        yield from enumerate(events)
+        return
+    start, succeeds = last_round.start, last_round.succeeds
+    freed = {storage for storage, size_bytes in events[start:] if size_bytes <= 0}
+    seen: set[tuple[object, ...]] = set()
+    yield from enumerate(events[:start])
+    for _ in range(1 + _MOST_ROUNDS):
+        seen.add(_state(allocator, alive, freed))
+        yield from enumerate(events[start:], start)
+        for left, number in succeeds.items():
+            if left in alive:
+                alive[number] = alive.pop(left)
+        if _state(allocator, alive, freed) in seen:
+            return
+
+
+def _state(allocator: CachingAllocator, alive: dict[int, Block], freed: Collection[int]) -> tuple[object, ...]:
+    """Returns the segments in the order of their addresses, with the blocks of the storages `freed` that are alive.
+
+    Addresses are left out, because only their order has an effect: a segment that is released and allocated again in
+    each round has another address each time.
+    """
+    state = capture(allocator, {block.address: number for number, block in alive.items() if number in freed})
+    return tuple(segment[1:] for segment in state.segments)
 
 
 def _pairs(events: Any) -> Iterable[tuple[int, int]]:

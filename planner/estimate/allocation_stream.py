@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from planner.allocator.replay import Round
 from planner.recording.step_graph import StepGraph, round_up
 from planner.workspaces.registry import Trials
 
@@ -32,6 +34,38 @@ def allocation_stream(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndar
     events.sort()
     table = np.array(events, dtype=np.int64).reshape(-1, 5)
     return table[:, 3], table[:, 4], table[:, 0]
+
+
+def last_round(graph: StepGraph, stream: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Round | None:
+    """Returns the events of the steps that repeat after a recording; None if it has no steps that repeat.
+
+    What such a step leaves for the next one to free, such as gradients, takes the place of what the step before it left
+    of the same kind: storages of the same category, name, dtype and size, in the order of their allocation.
+
+    Args:
+        stream: the result of `allocation_stream`.
+    """
+    period = graph.schedule.period
+    if not graph.schedule.repeats or not period < graph.steps == len(graph.step_starts):
+        return None
+    ids, sizes, ticks = (column.tolist() for column in stream)
+    start = bisect.bisect_right(ticks, graph.step_starts[-period])
+    events = [*zip(ids[start:], sizes[start:], strict=True)]
+    made, freed = ({block for block, size in events if bool(size) is is_made} for is_made in (True, False))
+    kinds = [
+        (storage.category, storage.name, storage.dtype, storage.size_bytes)
+        for storage, spans in zip(graph.storages, graph.spans(), strict=True)
+        for _ in spans
+    ]
+    before: dict[tuple[object, ...], list[int]] = {}
+    for block in sorted(freed - made, reverse=True):
+        before.setdefault(kinds[block], []).append(block)
+    succeeds: dict[int, int] = {}
+    for block in sorted(made - freed):
+        if not before.get(kinds[block]):
+            return None  # the step leaves more than the one before it did, so it does not repeat
+        succeeds[block] = before[kinds[block]].pop()
+    return Round(start, succeeds)
 
 
 def streams_of_blocks(graph: StepGraph) -> dict[int, int]:

@@ -9,12 +9,13 @@ from types import MappingProxyType
 import numpy as np
 
 from planner.allocator.options import settings_of, without_limit
-from planner.allocator.replay import AllocatorOutcome, replay
+from planner.allocator.replay import AllocatorOutcome, Round, replay
 from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings
 from planner.estimate import roofline, tape_time
 from planner.estimate.add_workspaces import with_least_workspaces
 from planner.estimate.allocation_stream import (
     allocation_stream,
+    last_round,
     storages_of_blocks,
     streams_of_blocks,
     trials_of_blocks,
@@ -109,16 +110,16 @@ def measure(
     tick, allocated, reserved, fits, retries = int(live.argmax()), curve_bytes, curve_bytes, True, 0
     capacity = None if vram_bytes is None else vram_bytes - card.outside_bytes
     if card.allocator:
-        ids, sizes, ticks = allocation_stream(graph)
-        streams = streams_of_blocks(graph)
+        ids, sizes, ticks = stream = allocation_stream(graph)
+        again, streams = last_round(graph, stream), streams_of_blocks(graph)
         trials = trials_of_blocks(graph, fastest=fastest)
-        outcome = replayed((ids, sizes), card, capacity, settings, streams, trials)
+        outcome = replayed((ids, sizes), card, capacity, settings, streams, trials, again)
         retries = outcome.retries
         if outcome.out_of_memory_event is not None:
             # The report says how much memory the step would need: replay it to its end, without a limit.
             fits = False
             trials = trials_of_blocks(graph, fastest=True)
-            outcome = replayed((ids, sizes), card, None, without_limit(settings), streams, trials)
+            outcome = replayed((ids, sizes), card, None, without_limit(settings), streams, trials, again)
         if outcome.taken:
             curve_bytes = least_bytes
             slower = tuple(graph.storages[index].op or 0 for index in storages_of_blocks(graph, outcome.taken))
@@ -183,20 +184,20 @@ def smallest_total_bytes(
     """
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.outside_bytes
-    ids, sizes, _ = allocation_stream(graph)
+    ids, sizes, _ = stream = allocation_stream(graph)
     settings, streams = without_limit(settings_on(card, decisions)), streams_of_blocks(graph)
-    trials = trials_of_blocks(graph, fastest=fastest)
+    trials, again = trials_of_blocks(graph, fastest=fastest), last_round(graph, stream)
     if below_bytes is None:
-        outcome = replayed((ids, sizes), card, None, settings, streams)
+        outcome = replayed((ids, sizes), card, None, settings, streams, last_round=again)
     else:
         less_bytes = below_bytes - within_bytes - card.outside_bytes
-        outcome = replayed((ids, sizes), card, less_bytes, settings, streams, trials)
+        outcome = replayed((ids, sizes), card, less_bytes, settings, streams, trials, again)
         if outcome.out_of_memory_event is not None:
             return below_bytes
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
     tries_out = any(each.search for each in trials.values())
     if tries_out and below_bytes is None:  # each search empties the cache, which changes what follows
-        while replayed((ids, sizes), card, high, settings, streams, trials).out_of_memory_event is not None:
+        while replayed((ids, sizes), card, high, settings, streams, trials, again).out_of_memory_event is not None:
             high += max(high // 16, within_bytes)
     if trials and not fastest:
         least = with_least_workspaces(graph).live_bytes(granularity_bytes=granularity_bytes(card))
@@ -204,7 +205,7 @@ def smallest_total_bytes(
     low = max(low, above_bytes - card.outside_bytes)
     while high - low > within_bytes:
         middle = (low + high) // 2
-        outcome = replayed((ids, sizes), card, middle, settings, streams, trials)
+        outcome = replayed((ids, sizes), card, middle, settings, streams, trials, again)
         if outcome.out_of_memory_event is None:
             high = outcome.peak_reserved_bytes
         else:
@@ -252,9 +253,10 @@ def runs_within(
     capacity = vram_bytes - card.outside_bytes
     if not card.allocator:
         return int(graph.live_bytes(granularity_bytes=granularity_bytes(card)).max()) <= capacity
-    ids, sizes, _ = allocation_stream(graph)
+    ids, sizes, _ = stream = allocation_stream(graph)
     settings, trials = settings_on(card, decisions), trials_of_blocks(graph, fastest=fastest)
-    outcome = replayed((ids, sizes), card, capacity, settings, streams_of_blocks(graph), trials=trials)
+    again, streams = last_round(graph, stream), streams_of_blocks(graph)
+    outcome = replayed((ids, sizes), card, capacity, settings, streams, trials, again)
     return outcome.out_of_memory_event is None
 
 
@@ -292,6 +294,7 @@ def replayed(
     settings: AllocatorSettings = PYTORCH_DEFAULTS,
     streams: Mapping[int, int] = MappingProxyType({}),
     trials: Mapping[int, Trials] = MappingProxyType({}),
+    last_round: Round | None = None,
 ) -> AllocatorOutcome:
     """Replays allocations for each order of addresses that the card's driver may give to segments.
 
@@ -301,6 +304,7 @@ def replayed(
         settings: options of the allocator.
         streams: CUDA streams by block (`streams_of_blocks`).
         trials: what is tried for blocks that do not fit (`trials_of_blocks`).
+        last_round: the events that are repeated (`last_round`); None to run each event once.
 
     Returns:
         The worst outcome: one that runs out of memory, or else the one with the largest peak of reserved bytes.
@@ -315,6 +319,7 @@ def replayed(
             descending=descending,
             streams=streams,
             trials=trials,
+            last_round=last_round,
         )
         if outcome.out_of_memory_event is not None:
             return outcome

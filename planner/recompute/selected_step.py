@@ -39,18 +39,23 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
     storages, fine = [*graph.storages, *recomputed], step.fine
     spans += [storage.lives for storage in recomputed]
     begin, end = graph.step_starts[0] * fine, graph.ticks * fine
+    last = 2 * end + 1
+    """The end of the recording. What the second step frees at its end is freed one tick before."""
     made_at = {index: tick * fine for index, tick in allocated_in_first_step(graph).items()}
     made_at |= {index: tick * fine + fine - 1 for index, tick in _updates(graph).items()}
     lives: list[_Spans] = []
     for index, (storage, alive) in enumerate(zip(storages, spans, strict=True)):
         in_step = [span for span in alive if span[1] > begin]
         if any(start <= begin and stop >= end for start, stop in in_step):
-            lives.append([(made_at.get(index, 0), 2 * end)])
+            lives.append([(made_at.get(index, 0), last)])
             continue
         # A step of the user's own may leave gradients to the next step. The first step has none.
         first = [span for span in in_step if span[0] > begin or storage.category is not Category.GRADIENT]
-        lives.append([*first, *((start + end, stop + end) for start, stop in in_step)])
-    ticks = sorted({0, 2 * end, *(tick for of_one in lives for span in of_one for tick in span)})
+        is_left = any(start <= begin for start, _ in in_step)
+        second = ((start + end, last if is_left and stop >= end else stop + end) for start, stop in in_step)
+        lives.append([*first, *second])
+    starts = (begin, begin + end)
+    ticks = sorted({0, *starts, last, *(tick for of_one in lives for span in of_one for tick in span)})
     number = {tick: index for index, tick in enumerate(ticks)}
     storages = [
         dataclasses.replace(storage, op=None, lives=[(number[start], number[stop]) for start, stop in of_one])
@@ -62,10 +67,10 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
         ops=[],
         saves=[],
         calls=[],
-        ticks=number[2 * end],
+        ticks=number[last],
         steps=2,
         update_tick=None,
-        step_starts=(),
+        step_starts=tuple(number[start] for start in starts),
         cache_releases=(),
     )
 
