@@ -85,7 +85,7 @@ FAULTS = (
     Fault(
         name="allocator-measured-with-the-defaults",
         path="planner/estimate/footprint.py",
-        old="        outcome = replayed((ids, sizes), card, capacity, settings, streams, trials)\n",
+        old="        outcome = replayed((ids, sizes), card, capacity, settings, streams, trials, again)\n",
         new="        outcome = replayed((ids, sizes), card, capacity, streams=streams, trials=trials)\n",
         tests=("tests/choose/test_allocator.py::test_a_step_that_fits_only_with_other_options_gets_them",),
         why="a plan with other options of the allocator is certified without them",

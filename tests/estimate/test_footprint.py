@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from planner import profiles
-from planner.estimate.allocation_stream import allocation_stream
+from planner.estimate import footprint
+from planner.estimate.allocation_stream import allocation_stream, last_round
 from planner.estimate.footprint import measure, runs_within, smallest_of, smallest_total_bytes
 from planner.estimate.largest_tensors import MOST_LISTED, largest_tensors
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.sizes import MIB
 from planner.recording.rehearsal import rehearse_program
-from planner.recording.step_graph import Category, Phase, Storage
+from planner.recording.step_graph import Category, Phase, StepGraph, Storage
+from planner.rewrite import rehearse
 from planner.virtual_gpu.backend import Target
 from planner.workload.workload import Workload, workload
 from planner.workspaces.gemm import GEMM_OPS
@@ -163,3 +165,42 @@ def test_what_dies_at_a_tick_is_free_for_what_is_born_at_it_and_blocks_are_freed
     assert list(zip(ids.tolist(), sizes.tolist(), ticks.tolist(), strict=True)) == [
         (0, 4, 0), (1, 4, 1), (1, 0, 5), (0, 0, 5), (2, 4, 5),
     ]  # fmt: skip
+
+
+def layers_of_similar_widths() -> Workload:
+    widths = [700 + 37 * number for number in range(6)]
+    pairs = itertools.pairwise(widths)
+    model = torch.nn.Sequential(*[part for i, o in pairs for part in (torch.nn.Linear(i, o), torch.nn.ReLU())])
+    return workload(model, torch.randn(3000, 700), loss_fn=lambda output, batch: output.pow(2).mean())
+
+
+def steps_of(work: Workload, steps: int) -> StepGraph:
+    """Returns a recording of the unchanged step, run a number of times."""
+    whole = {"sizes": (work.batch_size,), "steps": steps, "primed": False, "what_if": False}
+    return rehearse.finish_certificate(rehearse.start_rehearsal(work, (), CARD, **whole).result(), work, CARD)
+
+
+@pytest.mark.slow
+def test_two_recorded_steps_count_what_later_steps_reserve(monkeypatch):
+    """In the third step, free memory is divided otherwise than in the second one, and 24 MiB more are needed."""
+    card, work = CARD, layers_of_similar_widths()
+    totals, graphs = [], {steps: steps_of(work, steps) for steps in (2, 5)}
+    for is_repeated, steps in itertools.product((True, False), graphs):
+        if not is_repeated:
+            monkeypatch.setattr(footprint, "last_round", lambda graph, stream: None)
+        measured = measure(graphs[steps], card, vram_bytes=None)
+        totals.append(measured.footprint.total_bytes)
+        assert measured.footprint.total_bytes == smallest_total_bytes(graphs[steps], card, within_bytes=1)
+    assert totals[0] == totals[1] == totals[3] == totals[2] + 24 * MIB
+    monkeypatch.undo()
+    assert runs_within(graphs[2], card, totals[0]) and not runs_within(graphs[2], card, totals[2])
+
+
+def test_a_step_that_leaves_more_than_the_one_before_it_does_not_repeat():
+    graph = steps_of(linear_layers(), 2)
+    assert last_round(graph, allocation_stream(graph)) is not None
+    growing = Storage(size_bytes=512, lives=[(graph.ticks - 1, graph.ticks)], category=Category.TEMPORARY, op=None)
+    graph = dataclasses.replace(graph, storages=[*graph.storages, growing])
+    assert last_round(graph, allocation_stream(graph)) is None
+    one = steps_of(linear_layers(), 1)
+    assert last_round(one, allocation_stream(one)) is None

@@ -11,6 +11,7 @@ import torch
 from torch.nn import Linear
 
 from planner.estimate.add_workspaces import with_workspaces
+from planner.estimate.allocation_stream import allocation_stream, last_round
 from planner.estimate.footprint import smallest_of
 from planner.plan_types.decisions import Accumulation, Precision, StepInBackward
 from planner.plan_types.sizes import MIB
@@ -168,3 +169,12 @@ def test_the_predicted_total_is_nearly_that_of_the_certificate(part):
     slack_bytes = total_bytes - CARD.outside_bytes - exact.peak(selected)
     assert len(selected) == 12 and slack_bytes > 0.04 * total_bytes
     assert abs(smallest_of(found.two_steps(graph, selected), CARD, [()]) - total_bytes) <= 2 * MIB
+
+
+@pytest.mark.parametrize(("decisions", "sizes"), [((), (4,)), ((StepInBackward(),), (4,)), ((SPLIT,), (2, 2))])
+def test_predicted_steps_repeat(decisions, sizes):
+    graph, rng = what_if(example("sequential.py:build", 4), decisions, sizes=sizes), random.Random(0)
+    found, _ = units(graph)
+    for selected in ((), some_units(found, rng, least=1, most=8)):
+        steps = found.two_steps(graph, selected)
+        assert last_round(steps, allocation_stream(steps)) is not None
