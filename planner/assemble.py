@@ -102,6 +102,7 @@ def assemble_plan(
             *certified.graph.assumptions,
             *_unused_values_notes(session),
             *_later_calls_notes(session, certified),
+            *_later_updates_notes(certified),
             *_tie_notes(certified.choice),
             *tied_to_frozen(session.workload.model, certified.choice.decisions),
             *_compile_notes(session.workload.model),
@@ -323,6 +324,17 @@ def _later_calls_notes(session: PlanningSession, certified: Certified) -> tuple[
     return (
         f"{why}, and the plan covers {schedule.watched} calls: if a later call does more, such as a penalty in every "
         f"{2 * schedule.watched}nd step, plan a step function that always does it",
+    )
+
+
+def _later_updates_notes(certified: Certified) -> tuple[str, ...]:
+    """Return a note if later updates of the user's own optimizer may do other work than the rehearsed ones."""
+    changed = certified.graph.changed_optimizer
+    if changed is None:
+        return ()
+    return (
+        f"each update changes {changed}, and the plan covers the first {certified.graph.steps}: if a later update "
+        "needs more memory, such as every k-th one of a lookahead, leave room for it (--margin)",
     )
 
 

@@ -92,6 +92,22 @@ FAULTS = (
         why="a step that updates in every n-th call is promised the memory of calls without an update",
     ),
     Fault(
+        name="own-optimizers-not-compared",
+        path="planner/recording/repeats/own_calls.py",
+        old="optimizer_state(optimizers)\n",
+        new="optimizer_state([])\n",
+        tests=("tests/system/test_calls_that_differ.py::test_a_note_names_what_each_update_of_an_own_optimizer_changes",),
+        why="nothing says that a later update of an own optimizer may need more memory",
+    ),
+    Fault(
+        name="time-limit-ends-with-a-baseline-that-fits",
+        path="planner/choose/fitting.py",
+        old="            _certify_promised(session, constraints)\n    return best",
+        new="            session.best_known(constraints) or _certify_promised(session, constraints)\n    return best",
+        tests=("tests/progress/test_progress.py::test_an_end_certifies_the_best_choice_although_the_baseline_fits",),
+        why="the time limit returns the baseline although a faster plan was found",
+    ),
+    Fault(
         name="run-ignores-memory-that-calls-hold",
         path="planner/recording/repeats/own_calls.py",
         old="            self._calls[number].held_bytes == self._calls[last].held_bytes\n            and ",

@@ -8,7 +8,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -17,6 +17,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes that every module has: parameters, hooks and so on."""
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults", "_step_count", "_opt_called")
+"""Attributes that torch's optimizers have, also with a learning-rate scheduler."""
 _LIBRARIES = ("torch.", "transformers.")
 """Beginnings of the names of modules whose forwards and objects are known to keep no such state."""
 _MOST_LEVELS, _MOST_ENTRIES, _MOST_BYTES = 3, 1000, 1 << 20
@@ -61,6 +63,20 @@ def plain_state(model: torch.nn.Module, function: object = None, name: str = "lo
         for name, value in _attributes_of(module, _no_identity).items()
     }
     return state | ({} if function is None else {f"the state of the {name}": _plain_content_of(function)})
+
+
+def optimizer_state(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, object]:
+    """Returns the numbers and text in attributes of optimizers of the user's own classes, by a description of each.
+
+    The options of the parameter groups and the state of the parameters are left out: many optimizers count in them.
+    """
+    return {
+        f"the attribute '{name}' of {type(optimizer).__name__}": _content(value, _MOST_LEVELS, _no_identity)
+        for optimizer in optimizers
+        if not type(optimizer).__module__.startswith((*_LIBRARIES, "bitsandbytes."))
+        for name, value in vars(optimizer).items()
+        if name not in _OF_OPTIMIZERS
+    }
 
 
 def host_random_state() -> tuple[object, object]:

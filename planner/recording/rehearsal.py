@@ -16,7 +16,7 @@ from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.quantized import is_quantized
 from planner.recording.hook_errors import HookErrors, failure, failure_in_backward
-from planner.recording.module_state import host_random_state, plain_state
+from planner.recording.module_state import host_random_state
 from planner.recording.recorder import Recorder
 from planner.recording.repeats.layer_runs import LayerRun, shorten
 from planner.recording.repeats.own_calls import MOST_CALLS, Repetition
@@ -254,14 +254,14 @@ def record_steps(
                 skip_first_steps(optimizers, recorder.data_dependence.known.learn)
                 gc.collect()
                 if steps is None or 1 < steps <= number + 2:
-                    repetition.ends(plain_state(model, *function))
+                    repetition.ends(model, function, optimizers)
                 if steps is None and repetition.is_certain:
                     break
             if not recorder.ops:
                 raise WorkloadError(
                     "the step runs no op on the model's parameters or the batch: nothing can be planned"
                 )
-            steps, changed = number + 1, repetition.changed_state
+            steps = number + 1
             schedule = schedule if steps_given else repetition.schedule()
             for number, activity in enumerate((activity for activity in between for _ in range(2)), start=steps):
                 recorder.starts_step(number)
@@ -271,12 +271,12 @@ def record_steps(
         graph = recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
         if not steps_given and not between:
             graph = first_steps(graph, schedule.calls)
-        drew_on_host = host_random_state() != random_before  # the forwards may differ for this reason only
         return dataclasses.replace(
             graph,
-            changed_state=changed,
+            changed_state=repetition.changed_state,
+            changed_optimizer=repetition.changed_optimizer,
             schedule=schedule,
-            forwards_differ=graph.forwards_differ and not drew_on_host,
+            forwards_differ=graph.forwards_differ and host_random_state() == random_before,  # else by draws on the host
         )
 
 

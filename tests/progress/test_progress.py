@@ -16,6 +16,7 @@ import torch
 
 import planner
 from planner import pipeline
+from planner.choose.planning_session import PlanningSession
 from planner.cli import main
 from planner.errors import TimeLimitError, WorkloadError
 from planner.plan_types.constraints import parse_constraints
@@ -190,6 +191,31 @@ def test_an_end_before_the_first_certificate_still_certifies_the_best_choice():
     assert early.solver.status == "time limit" and "ended by Ctrl-C" in early.notes[0]
     assert early.notes[0].endswith("the search for a faster plan was not finished")
     assert not any("ended by" in note for note in complete.notes)
+
+
+@pytest.mark.slow
+def test_an_end_certifies_the_best_choice_although_the_baseline_fits(monkeypatch):
+    """The search is interrupted before it certifies its first choice."""
+    card, vram_bytes = card_and_budget("rtx-3090", "4GiB")
+    constraints = parse_constraints(fidelity="rounded", force=(), forbid=("optimizer-kernel", "8bit-optimizer"))
+    layers = torch.nn.Sequential(torch.nn.Linear(2048, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 2048))
+    work = workload(layers, (torch.zeros(4096, 2048),), loss_fn=mean)
+    settings = {"vram_bytes": vram_bytes, "constraints": constraints}
+    complete = pipeline.plan_workload(work, card, **settings)
+    promised, watch = [], Watch()
+
+    def interrupted(self, choice, **options):
+        promised.append(choice)
+        if len(promised) == 1:
+            watch.end()
+            watch.check()
+        return certify(self, choice, **options)
+
+    certify = PlanningSession.certify
+    monkeypatch.setattr(PlanningSession, "certify", interrupted)
+    early = pipeline.plan_workload(work, card, **settings, watch=watch)
+    assert complete.decisions and complete.fits and complete.slowdown < 1
+    assert early.decisions == complete.decisions and "ended by Ctrl-C" in early.notes[0]
 
 
 def test_an_end_while_nothing_fits_reports_the_smallest_plan_so_far():

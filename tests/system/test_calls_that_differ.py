@@ -197,3 +197,31 @@ def test_the_certificates_of_a_plan_cover_the_same_calls():
     calls = pipeline.record_step(work(updating_every(3)), CARD, smaller.decisions)
     assert calls.steps == 6
     assert int(calls.live_bytes().max()) == smaller.peak.allocated_bytes
+
+
+class Lookahead(torch.optim.SGD):
+    """Averages the parameters in every k-th update. The count is in an attribute."""
+
+    def __init__(self, parameters, *, every: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.every, self.updates = every, 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.updates += 1 if self.every else 0
+
+
+@pytest.mark.parametrize(
+    ("make", "changed"),
+    [
+        (lambda parameters: Lookahead(parameters, every=5), "the attribute 'updates' of Lookahead"),
+        (lambda parameters: Lookahead(parameters, every=0), None),
+        (torch.optim.AdamW, None),
+        (lambda parameters: torch.optim.ASGD(parameters, t0=1), None),
+    ],
+)
+def test_a_note_names_what_each_update_of_an_own_optimizer_changes(make, changed):
+    plan = planner.plan(network(), BATCH, vram="1GiB", gpu="bare", loss_fn=lambda out, batch: out.mean(), optimizer=make)
+    notes = [note for note in plan.notes if note.startswith("each update changes ")]
+    assert notes == ([] if changed is None else [notes[0]])
+    assert changed is None or f"{changed}, and the plan covers the first 2" in notes[0]

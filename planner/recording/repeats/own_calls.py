@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Iterable
 
-from planner.recording.module_state import changed_state
+import torch
+
+from planner.recording.module_state import changed_state, optimizer_state, plain_state
 from planner.recording.step_graph import TWO_STEPS, Schedule
 from planner.recording.storage_table import StorageTable
 
@@ -38,6 +41,8 @@ class _Call:
     """Bytes of all storages after the call."""
     state: dict[str, object]
     """Numbers and text that the step function and the model hold after the call."""
+    of_optimizers: dict[str, object]
+    """Numbers and text in attributes of the user's own optimizers after the call."""
 
 
 class Repetition:
@@ -57,14 +62,27 @@ class Repetition:
         """Notes that a call begins."""
         self._began = len(self._table.storages), self._table.tick
 
-    def ends(self, state: dict[str, object]) -> None:
-        """Notes that a call has ended, and the numbers and text that the function and the model hold now."""
-        self._calls.append(_Call(*self._began, self._table.tick, self._table.held_bytes(), state))
+    def ends(
+        self, model: torch.nn.Module, function: tuple[object, str], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """Notes that a call has ended, and the numbers and text that these objects hold now.
+
+        Args:
+            function: the step function or the loss function (None if there is none), and what it is called.
+        """
+        states = plain_state(model, *function), optimizer_state(optimizers)
+        self._calls.append(_Call(*self._began, self._table.tick, self._table.held_bytes(), *states))
 
     @property
     def changed_state(self) -> str | None:
         """The state that the last call changed; None if it changed none, or if there was only one call."""
         return changed_state(self._calls[-2].state, self._calls[-1].state) if len(self._calls) > 1 else None
+
+    @property
+    def changed_optimizer(self) -> str | None:
+        """The attribute of an own optimizer that the last call changed; None as for `changed_state`."""
+        last = [call.of_optimizers for call in self._calls[-2:]]
+        return changed_state(*last) if len(last) > 1 else None
 
     @property
     def is_certain(self) -> bool:
