@@ -96,7 +96,9 @@ FAULTS = (
         path="planner/recording/repeats/own_calls.py",
         old="optimizer_state(optimizers)\n",
         new="optimizer_state([])\n",
-        tests=("tests/system/test_calls_that_differ.py::test_a_note_names_what_each_update_of_an_own_optimizer_changes",),
+        tests=(
+            "tests/system/test_calls_that_differ.py::test_a_note_names_what_each_update_of_an_own_optimizer_changes",
+        ),
         why="nothing says that a later update of an own optimizer may need more memory",
     ),
     Fault(

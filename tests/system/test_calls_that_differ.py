@@ -221,7 +221,7 @@ class Lookahead(torch.optim.SGD):
     ],
 )
 def test_a_note_names_what_each_update_of_an_own_optimizer_changes(make, changed):
-    plan = planner.plan(network(), BATCH, vram="1GiB", gpu="bare", loss_fn=lambda out, batch: out.mean(), optimizer=make)
+    plan = planner.plan(network(), BATCH, vram="1GiB", gpu="bare", loss_fn=lambda out, _: out.mean(), optimizer=make)
     notes = [note for note in plan.notes if note.startswith("each update changes ")]
     assert notes == ([] if changed is None else [notes[0]])
     assert changed is None or f"{changed}, and the plan covers the first 2" in notes[0]
