@@ -27,10 +27,11 @@ from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decisions import Accumulation
 from planner.plan_types.plan import Plan
 from planner.plan_types.recompute_decisions import Checkpoint
+from planner.plan_types.sizes import MIB
 from planner.recording.step_graph import Category
 from planner.snapshot import load, replay_history
 from planner.workload.workload import workload
-from tests.support.workloads import BARE, CARD
+from tests.support.workloads import BARE, CARD, certifying_graph, layers_of_similar_widths
 
 SAMPLES, WIDTH = 512, 256
 DECISIONS = (
@@ -351,3 +352,13 @@ def test_a_browser_draws_the_page_without_errors_and_shows_the_recordings_bytes(
         assert of_plan == {category: size for category, size in expected.items() if category in of_plan}
         assert all(category in of_plan for category, size in expected.items() if size)
     assert report["moment"] != data["moments"]["peak"]
+
+
+@pytest.mark.slow
+def test_a_chart_of_two_steps_may_peak_below_later_ones():
+    graph = certifying_graph(layers_of_similar_widths(), (), CARD)
+    footprint = measure(graph, CARD, vram_bytes=None).footprint
+    recorded = Recorded(graph, CARD, footprint, ())
+    assert recorded.total_bytes == footprint.total_bytes - 24 * MIB and recorded.is_as_planned
+    larger = dataclasses.replace(footprint, total_bytes=footprint.total_bytes + MIB)
+    assert not dataclasses.replace(recorded, footprint=larger).is_as_planned

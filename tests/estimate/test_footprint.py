@@ -22,7 +22,7 @@ from planner.rewrite import rehearse
 from planner.virtual_gpu.backend import Target
 from planner.workload.workload import Workload, workload
 from planner.workspaces.gemm import GEMM_OPS
-from tests.support.workloads import certifying_graph
+from tests.support.workloads import certifying_graph, layers_of_similar_widths
 
 CARD = profiles.load("rtx-3090")
 
@@ -165,13 +165,6 @@ def test_what_dies_at_a_tick_is_free_for_what_is_born_at_it_and_blocks_are_freed
     assert list(zip(ids.tolist(), sizes.tolist(), ticks.tolist(), strict=True)) == [
         (0, 4, 0), (1, 4, 1), (1, 0, 5), (0, 0, 5), (2, 4, 5),
     ]  # fmt: skip
-
-
-def layers_of_similar_widths() -> Workload:
-    widths = [700 + 37 * number for number in range(6)]
-    pairs = itertools.pairwise(widths)
-    model = torch.nn.Sequential(*[part for i, o in pairs for part in (torch.nn.Linear(i, o), torch.nn.ReLU())])
-    return workload(model, torch.randn(3000, 700), loss_fn=lambda output, batch: output.pow(2).mean())
 
 
 def steps_of(work: Workload, steps: int) -> StepGraph:

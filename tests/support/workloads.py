@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import random
 
@@ -71,4 +72,23 @@ def some_units(found: Units, draws: random.Random, *, least: int, most: int) -> 
     )
 
 
-__all__ = ["BARE", "CARD", "certifying_graph", "example", "plain", "some_units", "transformer", "units", "what_if"]
+def layers_of_similar_widths() -> Workload:
+    """A step for which the allocator reserves 24 MiB more in the third step than in the first two."""
+    widths = [700 + 37 * number for number in range(6)]
+    pairs = itertools.pairwise(widths)
+    model = torch.nn.Sequential(*[part for i, o in pairs for part in (torch.nn.Linear(i, o), torch.nn.ReLU())])
+    return workload(model, torch.randn(3000, 700), loss_fn=lambda output, batch: output.pow(2).mean())
+
+
+__all__ = [
+    "BARE",
+    "CARD",
+    "certifying_graph",
+    "example",
+    "layers_of_similar_widths",
+    "plain",
+    "some_units",
+    "transformer",
+    "units",
+    "what_if",
+]
