@@ -92,6 +92,14 @@ FAULTS = (
         why="a step that updates in every n-th call is promised the memory of calls without an update",
     ),
     Fault(
+        name="parity-shares-hooks",
+        path="rewrite/parity/runs.py",
+        old="        _copy_hooks(model, memo)\n",
+        new="",
+        tests=("tests/rewrite/parity/test_verify.py::test_a_hook_that_counts_begins_anew_in_each_training",),
+        why="two trainings of the same step differ, because they share the state of a hook",
+    ),
+    Fault(
         name="own-optimizers-not-compared",
         path="planner/recording/repeats/own_calls.py",
         old="optimizer_state(optimizers)\n",

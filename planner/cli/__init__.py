@@ -7,10 +7,14 @@ import gc
 import sys
 from collections.abc import Sequence
 
+_RARELY = (100_000, 50, 50)
+"""Thresholds of Python's garbage collector. Imports create about a million objects, and nearly all of them stay."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Ctrl-C while its modules are imported gives one line as well."""
-    if arguments is None:  # the process ends with the command: do not search its objects for cycles before
+    if arguments is None:  # the process ends with the command: searching its objects for cycles would only take time
+        gc.set_threshold(*_RARELY)
         atexit.register(gc.freeze)
     try:
         from planner.cli import command

@@ -15,6 +15,7 @@ from planner.plan_types.decision_base import Decision, frozen_modules_of
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.rewrite.optimizers import OptimizerChoice
+from planner.rewrite.parity.function_copy import copy_of_function
 from planner.rewrite.parity.reference_step import ReferenceStep, StepTrace, trace_steps
 from planner.rewrite.portable.batch_slicing import map_tensors
 from planner.rewrite.rewriting import LossWeight
@@ -51,7 +52,9 @@ class VerifyInputs:
             trained: True to freeze no module; False to freeze the modules that the plan freezes, by `requires_grad_`
                 and not by the plan's rule.
         """
-        model = copy.deepcopy(self.model, _copies_of_non_leaves(self.model))
+        memo: dict[int, Any] = dict(_copies_of_non_leaves(self.model))
+        model = copy.deepcopy(self.model, memo)
+        _copy_hooks(model, memo)
         model = model.to(self.device) if self.is_moved else model
         model.zero_grad()
         model = model.double() if double else model
@@ -178,6 +181,22 @@ def _copies_of_non_leaves(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     values = (value for module in model.modules() for value in vars(module).values())
     non_leaves = (value for value in values if isinstance(value, torch.Tensor) and not value.is_leaf)
     return {id(value): value.detach().clone() for value in non_leaves}
+
+
+def _copy_hooks(model: torch.nn.Module, memo: dict[int, Any]) -> None:
+    """Replace the hooks of a copied model by copies, so that the state that they keep is not shared with the model.
+
+    Args:
+        memo: the memo with which the model was copied.
+    """
+    for module in model.modules():
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            hooks.update([(key, copy_of_function(hook, memo)) for key, hook in hooks.items()])
 
 
 def _decouple_samples(model: torch.nn.Module, split: bool) -> None:

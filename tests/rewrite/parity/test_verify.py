@@ -405,6 +405,21 @@ def test_a_buffer_that_counts_batches_fails_when_they_are_split():
     assert [(row.comparison, row.kind, row.name) for row in found.failures] == [("in double", "buffer", "mean")]
 
 
+def test_a_hook_that_counts_begins_anew_in_each_training():
+    def counting():
+        calls = [0]
+
+        def scaled(module, inputs, output):
+            calls[0] += 1
+            return output * (1 + calls[0])
+
+        model = Perceptron()
+        model.layers[1].register_forward_hook(scaled)
+        return model
+
+    assert verified(counting, vectors(6), loss_fn=cross_entropy).passed
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_on_both_sides_fails(value):
     found = verified(Perceptron, vectors(6), loss_fn=lambda o, b: cross_entropy(o, b) * value)
