@@ -162,12 +162,12 @@ class AsksCounterOfNorm(ReadsCounterOfNorm):
 
 
 class DrawsOnHost(Counts):
-    """Runs a part a random number of times."""
+    """Runs random ops. A child process has another random state than its parent, whatever the seed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
-        for _ in range(random.randrange(100)):
-            y = self.more(y)
+        for _ in range(32):
+            y = self.more(y) if random.random() < 0.5 else -y
         return y
 
 
@@ -193,7 +193,6 @@ DIFFERENT = {
 @pytest.mark.parametrize("name", DIFFERENT)
 @pytest.mark.usefixtures("refuse_repeating")
 def test_a_step_that_begins_otherwise_computes_its_gradients(name):
-    random.seed(0)
     graph = recorded(DIFFERENT[name]())
     forwards = [[op.name for op in graph.ops if op.step == step and op.phase == "forward"] for step in (0, 1)]
     assert forwards[0] != forwards[1]
