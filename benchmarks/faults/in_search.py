@@ -501,7 +501,7 @@ FAULTS = (
     Fault(
         name="radam-recorded-in-its-first-steps",
         path="planner/workload/torch_optimizers.py",
-        old='elif isinstance(count, torch.Tensor) and count.device.type == "cpu":',
+        old='elif weight is None and isinstance(count, torch.Tensor) and count.device.type == "cpu":',
         new="elif False:  # a count",
         tests=("tests/recording/test_later_steps.py::test_a_recording_has_the_memory_of_later_steps[RAdam-loop]",),
         why="a plan with the for-loop of RAdam needs more memory than promised from the sixth step on",

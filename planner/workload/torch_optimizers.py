@@ -66,7 +66,7 @@ def skip_first_steps(optimizers: Iterable[object], learn: Callable[[torch.Tensor
                     count, weight = state.get("step"), state.get("mu")
                     if isinstance(weight, FakeTensor):
                         learn(weight, torch.tensor(1 / max(1, _LATER_STEP - group["t0"]), dtype=weight.dtype))
-                    elif isinstance(count, torch.Tensor) and count.device.type == "cpu":  # else it decides nothing
+                    elif weight is None and isinstance(count, torch.Tensor) and count.device.type == "cpu":
                         state["step"] = torch.tensor(float(_LATER_STEP), dtype=count.dtype)
 
 
