@@ -329,12 +329,13 @@ def _later_calls_notes(session: PlanningSession, certified: Certified) -> tuple[
 
 def _later_updates_notes(certified: Certified) -> tuple[str, ...]:
     """Return a note if later updates of the user's own optimizer may do other work than the rehearsed ones."""
-    changed = certified.graph.changed_optimizer
-    if changed is None:
+    graph = certified.graph
+    if graph.changed_optimizer is None:
         return ()
     return (
-        f"each update changes {changed}, and the plan covers the first {certified.graph.steps}: if a later update "
-        "needs more memory, such as every k-th one of a lookahead, leave room for it (--margin)",
+        f"the last rehearsed step changed {graph.changed_optimizer}, and the plan covers {graph.schedule.watched} "
+        "steps: if the optimizer does more in a later update, as a lookahead optimizer does in every k-th one, that "
+        "update may need more memory; leave memory for it with a smaller budget (--vram)",
     )
 
 

@@ -256,7 +256,7 @@ def _without_garbage_collector() -> Iterator[None]:
     """Disable Python's garbage collector within the context.
 
     Recordings have many objects but no reference cycles. Searching them for cycles takes a quarter of the planning
-    time. Afterwards, all objects belong to the oldest generation, so that the next collection does not search them.
+    time. Afterwards, all objects are moved to the oldest generation, which only full collections search.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -264,7 +264,7 @@ def _without_garbage_collector() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # otherwise objects would be thawed that somebody has frozen
+            if not gc.get_freeze_count():  # `unfreeze` would also affect objects that the user's program has frozen
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

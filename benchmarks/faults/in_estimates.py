@@ -208,8 +208,8 @@ FAULTS = (
     Fault(
         name="estimate-smallest-budget-of-tensors",
         path="planner/estimate/footprint.py",
-        old="            high = outcome.peak_reserved_bytes\n        else:",
-        new="            high = outcome.peak_allocated_bytes\n        else:",
+        old="                high = outcome.peak_reserved_bytes\n            else:",
+        new="                high = outcome.peak_allocated_bytes\n            else:",
         tests=("tests/estimate/test_footprint.py::test_a_step_fits_from_the_smallest_budget_on_and_not_below",),
         why="the smallest budget of a plan lacks the allocator's slack",
     ),
@@ -252,7 +252,7 @@ FAULTS = (
         old="    for _ in range(1 + _MOST_ROUNDS):\n",
         new="    for _ in range(1):\n",
         tests=(
-            "tests/allocator/test_rounds.py::test_some_later_rounds_need_more_than_the_recorded_ones",
+            "tests/allocator/test_rounds.py::test_some_later_rounds_need_more_than_the_first_two",
             "tests/estimate/test_footprint.py::test_two_recorded_steps_count_what_later_steps_reserve",
         ),
         why="the third step of a plan that fits runs out of memory",
@@ -262,18 +262,18 @@ FAULTS = (
         path="planner/allocator/replay.py",
         old="    return tuple(segment[1:] for segment in state.segments)\n",
         new="    return tuple(state.segments)\n",
-        tests=("tests/allocator/test_rounds.py::test_segments_that_move_in_each_round_do_not_count",),
-        why="a step that releases the cache is simulated sixteen times",
+        tests=("tests/allocator/test_rounds.py::test_a_state_repeats_although_its_segments_have_other_addresses",),
+        why="a step that releases the cache is repeated 16 times, although its state repeats",
     ),
     Fault(
-        name="steps-that-leave-more-repeat",
+        name="growing-steps-repeated",
         path="planner/estimate/allocation_stream.py",
         old="        if not before.get(kinds[block]):\n            return None ",
         new="        if not before.get(kinds[block]):\n            continue ",
         tests=(
             "tests/estimate/test_footprint.py::test_a_step_that_leaves_more_than_the_one_before_it_does_not_repeat",
         ),
-        why="a block is allocated that is allocated already",
+        why="the simulation allocates a block that is still allocated",
     ),
     Fault(
         name="predicted-steps-not-repeated",
@@ -281,7 +281,7 @@ FAULTS = (
         old="        step_starts=tuple(number[start] for start in starts),\n",
         new="        step_starts=(),\n",
         tests=("tests/recompute/test_selected_step.py::test_predicted_steps_repeat",),
-        why="a plan whose third step needs more memory is certified in vain",
+        why="the search does not predict what the third step needs, and rehearses a plan that cannot fit",
     ),
     Fault(
         name="time-of-one-micro-batch",

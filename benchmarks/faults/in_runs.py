@@ -96,8 +96,8 @@ FAULTS = (
         path="rewrite/parity/runs.py",
         old="        _copy_hooks(model, memo)\n",
         new="",
-        tests=("tests/rewrite/parity/test_verify.py::test_a_hook_that_counts_begins_anew_in_each_training",),
-        why="two trainings of the same step differ, because they share the state of a hook",
+        tests=("tests/rewrite/parity/test_verify.py::test_a_hook_that_counts_starts_from_zero_in_each_training",),
+        why="two trainings of the same step differ, because both change the state of one hook",
     ),
     Fault(
         name="own-optimizers-not-compared",
@@ -107,14 +107,16 @@ FAULTS = (
         tests=(
             "tests/system/test_calls_that_differ.py::test_a_note_names_what_each_update_of_an_own_optimizer_changes",
         ),
-        why="nothing says that a later update of an own optimizer may need more memory",
+        why="the plan has no note that a later update of the user's optimizer may need more memory",
     ),
     Fault(
         name="time-limit-ends-with-a-baseline-that-fits",
         path="planner/choose/fitting.py",
         old="            _certify_promised(session, constraints)\n    return best",
         new="            session.best_known(constraints) or _certify_promised(session, constraints)\n    return best",
-        tests=("tests/progress/test_progress.py::test_an_end_certifies_the_best_choice_although_the_baseline_fits",),
+        tests=(
+            "tests/progress/test_progress.py::test_ending_early_certifies_the_best_choice_even_if_the_baseline_fits",
+        ),
         why="the time limit returns the baseline although a faster plan was found",
     ),
     Fault(

@@ -24,13 +24,13 @@ _MOST_ROUNDS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Events at the end of a sequence that go on repeating after it, such as those of a training step."""
+    """The last events of a sequence, which repeat after its end, such as those of a training step."""
 
     start: int
     """Index of the first event of the round."""
     succeeds: Mapping[int, int]
-    """For each storage that a round leaves for the next one to free: the number under which the next one frees it. It
-    is that of the storage that the round before the recorded one left."""
+    """Maps each storage that a round keeps for the next round to free, to the number under which the next one frees it.
+    The events of a round free what the round before it kept, so a kept storage takes the number of its predecessor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,12 +89,13 @@ def replay(
             equal size the one at the lowest address is taken, so the order decides which segments are split.
         streams: The CUDA stream of each storage that is not allocated in the default stream.
         trials: What is tried for a storage that does not fit, for those storages for which something else is tried.
-        last_round: The events that are repeated until the allocator is in a state in which it was after an earlier
-            round, or 16 times. Free memory may be divided otherwise at the beginning of each round, so that a later
-            round may need more segments. None to run each event once.
+        last_round: The events at the end that are repeated, until the allocator is in a state that it had at the end of
+            an earlier round, but at most 16 times. Each round may find free memory divided into other blocks, so that a
+            later round may need more segments. None to run each event once.
 
     Returns:
-        The peaks and the final state. A request that does not fit ends the replay, and is reported in the result.
+        The peaks and the final state, with the repeated rounds. The index of an event in a repeated round is that of
+        the event in `events`. A request that does not fit ends the replay, and is reported in the result.
 
     Raises:
         ValueError: a storage is allocated while it is alive, or freed with a negative size while it is not alive.
@@ -157,8 +158,8 @@ def _in_rounds(
     """Yields the events with their indices, and then those of the last round again, as `replay` says.
 
     Args:
-        alive: the blocks of the storages that are allocated. At the end of a round, the storages that it leaves get the
-            numbers under which the next round frees them.
+        alive: the blocks of the allocated storages. At the end of each round, the storages that it keeps are renumbered
+            by `last_round.succeeds`.
     """
     if last_round is None:
         yield from enumerate(events)
@@ -178,7 +179,7 @@ def _in_rounds(
 
 
 def _state(allocator: CachingAllocator, alive: dict[int, Block], freed: Collection[int]) -> tuple[object, ...]:
-    """Returns the segments in the order of their addresses, with the blocks of the storages `freed` that are alive.
+    """Returns the segments in the order of their addresses, with the blocks of the storages `freed` marked.
 
     Addresses are left out, because only their order has an effect: a segment that is released and allocated again in
     each round has another address each time.

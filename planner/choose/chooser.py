@@ -174,7 +174,7 @@ class Chooser:
         return budget_bytes <= self._hopeless_bytes
 
     def _may_fit(self, budget_bytes: int) -> Iterator[bool]:
-        """Yields, for each configuration, False if `_is_hopeless` is true of it; else True."""
+        """Yields, for each configuration without chunks, False if its most micro-batches prove that it cannot fit."""
         configs = [config for config in self.configurations if not self.configurations.could_use_chunks(config)]
         self._prefetcher.smallest(
             (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs

@@ -2,9 +2,10 @@
 
 A recording takes seconds in a child process, and the chooser asks for one recording after another. It tries
 configurations in a fixed order (`Chooser._bounded_configs`), so the next configurations are known: `with_upcoming`
-reads a few of them ahead, and the prefetcher starts their recordings in parallel. As soon as a plan has been found, the
-recordings of all updates that may still win start together, because they are short. This changes only when the work
-starts, and never what is chosen. A wrong guess keeps a core busy for a few seconds.
+reads a few of them ahead, and the prefetcher starts their recordings in parallel. As soon as the search has found a
+plan, the prefetcher starts the recordings of the optimizer updates of all configurations that may be faster and whose
+steps have been recorded. These recordings are short. All this changes only when the work starts, and never what is
+chosen. A wrong guess keeps a core busy for a few seconds.
 
 While a configuration is recorded, the most likely choice is rehearsed for its certificate. The most likely choice is
 the best plan so far, because few later configurations are faster by more than 5 % (`TIE`). A best plan that recomputes
@@ -28,7 +29,7 @@ from planner.plan_types.decision_base import Decision, Role, has_role
 from planner.space.micro_batches import MicroBatching
 
 LOOKAHEAD = max(2, min(os.cpu_count() or 2, 4))
-"""Number of configurations whose recordings are started together: the present one and the next ones."""
+"""Number of configurations whose steps are recorded together: the present one and the next ones."""
 
 Planned = tuple[tuple[Decision, ...], tuple[MicroBatching, ...]]
 """A configuration and the splits with which it is tried, in order."""
@@ -58,10 +59,10 @@ class Prefetcher:
         """Start the recording of a configuration with its first split, and the certificate of the most likely choice.
 
         Args:
-            best: decisions of the best plan so far; empty if there is none. Its certificate is started, unless it
-                recomputes: slack will change what is recomputed.
-            is_likely: True if the configuration probably fits without recompute. If no certificate of `best` is
-                started, that of the configuration's step without recompute is.
+            best: decisions of the best plan so far; empty if there is none. The certificate of this plan is started,
+                unless the plan recomputes modules, because the allocator's slack will probably change which ones.
+            is_likely: True if the configuration probably fits without recompute. The certificate of that step is then
+                started if that of `best` is not.
         """
         best = () if has_role(best, Role.RECOMPUTE) else best
         for split in splits[:1]:
@@ -71,7 +72,7 @@ class Prefetcher:
                     self._certificates.foresee(best or self._without_recompute(config, split))
 
     def updates(self, planned: Iterable[Planned]) -> None:
-        """Start recordings of the updates of configurations that may win, if their steps have been recorded."""
+        """Start recordings of the updates of these configurations (first splits), if their steps have been recorded."""
         for config, splits in planned:
             self._candidates.prefetch(config, splits[:1], updates_only=True)
 

@@ -86,7 +86,7 @@ class Recordings:
         """Start the recordings that `of()` will need for these splits.
 
         Args:
-            updates_only: True to start only the recordings of updates, and only if their steps have been recorded.
+            updates_only: True to start only the recordings of updates, for steps that have been recorded.
         """
         splits = tuple(splits)
         if any(split.micro_batches == 1 for split in splits):
@@ -172,9 +172,10 @@ class Recordings:
 
     def _prefetch(self, key: _Key, updates_only: bool) -> None:
         step, update = self._parts(key)
-        if updates_only and step not in self._recorded:
+        is_whole = step in self._recorded and not can_be_grafted(self._recorded[step])
+        if updates_only and (step not in self._recorded or is_whole):
             return
-        if step in self._recorded and not can_be_grafted(self._recorded[step]):
+        if is_whole:
             step, update = key, None
         self._begin(step)
         if update is not None and has_role(key[0], Role.OPTIMIZER):  # other updates need the recording of the baseline

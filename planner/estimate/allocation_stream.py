@@ -37,13 +37,16 @@ def allocation_stream(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def last_round(graph: StepGraph, stream: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Round | None:
-    """Returns the events of the steps that repeat after a recording; None if it has no steps that repeat.
+    """Finds the last steps of a recording, which all later steps repeat.
 
-    What such a step leaves for the next one to free, such as gradients, takes the place of what the step before it left
-    of the same kind: storages of the same category, name, dtype and size, in the order of their allocation.
+    Such a step may keep storages that the next step frees, such as gradients. Each of them is matched with a storage
+    that the step before it kept: one of the same category, name, dtype and size, in the order of allocation.
 
     Args:
         stream: the result of `allocation_stream`.
+
+    Returns:
+        None if the recording has no such steps, for example if it has only one step.
     """
     period = graph.schedule.period
     if not graph.schedule.repeats or not period < graph.steps == len(graph.step_starts):

@@ -215,12 +215,12 @@ def smallest_total_bytes(
                 low = middle
         return high
 
-    least = smallest(low, high, None)  # repeated steps take longer to replay, and need as much in nearly all cases
-    if again is not None and least < high:
-        outcome = replayed((ids, sizes), card, least, settings, streams, trials, again)
+    found = smallest(low, high, None)  # repeated steps take longer to replay, and need as much in nearly all cases
+    if again is not None and found < high:
+        outcome = replayed((ids, sizes), card, found, settings, streams, trials, again)
         fits = outcome.out_of_memory_event is None
-        least = outcome.peak_reserved_bytes if fits else smallest(least, high, again)
-    return least + card.outside_bytes
+        found = outcome.peak_reserved_bytes if fits else smallest(found, high, again)
+    return found + card.outside_bytes
 
 
 def smallest_of(

@@ -39,8 +39,7 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
     storages, fine = [*graph.storages, *recomputed], step.fine
     spans += [storage.lives for storage in recomputed]
     begin, end = graph.step_starts[0] * fine, graph.ticks * fine
-    last = 2 * end + 1
-    """The end of the recording. What the second step frees at its end is freed one tick before."""
+    last = 2 * end + 1  # What the second step frees at its end dies one tick earlier, so that the recording frees it.
     made_at = {index: tick * fine for index, tick in allocated_in_first_step(graph).items()}
     made_at |= {index: tick * fine + fine - 1 for index, tick in _updates(graph).items()}
     lives: list[_Spans] = []

@@ -66,13 +66,16 @@ def plain_state(model: torch.nn.Module, function: object = None, name: str = "lo
 
 
 def optimizer_state(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, object]:
-    """Returns the numbers and text in attributes of optimizers of the user's own classes, by a description of each.
+    """Returns the numbers and text in attributes of optimizers that are not from torch, transformers or bitsandbytes.
 
-    The options of the parameter groups and the state of the parameters are left out: many optimizers count in them.
+    They are returned by a description of each attribute. Parameter groups and the state of parameters are left out,
+    because many optimizers count their steps there.
     """
     return {
-        f"the attribute '{name}' of {type(optimizer).__name__}": _content(value, _MOST_LEVELS, _no_identity)
-        for optimizer in optimizers
+        f"the attribute '{name}' of {type(optimizer).__name__}" + f" (optimizer {number})" * (number > 1): _content(
+            value, _MOST_LEVELS, _no_identity
+        )
+        for number, optimizer in enumerate(optimizers, start=1)
         if not type(optimizer).__module__.startswith((*_LIBRARIES, "bitsandbytes."))
         for name, value in vars(optimizer).items()
         if name not in _OF_OPTIMIZERS

@@ -276,7 +276,7 @@ def record_steps(
             changed_state=repetition.changed_state,
             changed_optimizer=repetition.changed_optimizer,
             schedule=schedule,
-            forwards_differ=graph.forwards_differ and host_random_state() == random_before,  # else by draws on the host
+            forwards_differ=graph.forwards_differ and host_random_state() == random_before,  # else: draws on the host
         )
 
 

@@ -240,7 +240,8 @@ class StepGraph:
     """Python state of the model or the loss function that the last step changed; None if it changed none, or if only
     one step was recorded."""
     changed_optimizer: str | None = None
-    """Attribute of an optimizer of the user's own that the last update changed; None as for `changed_state`."""
+    """Attribute of an optimizer of the user's own class that the last step changed; None if it changed none, or if only
+    one step was recorded."""
     forwards_differ: bool = False
     """True if the forwards of the steps ran different ops, or ops with different numbers as arguments."""
     ops_differ: bool = False

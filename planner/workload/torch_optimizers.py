@@ -47,14 +47,16 @@ def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
 
 
 _LATER_STEP = 100_000
-"""Number of steps after which the updates of RAdam and ASGD, which depend on the number of steps, run the same ops."""
+"""Number of the step whose state RAdam and ASGD get in a rehearsal. All later updates of RAdam run the same ops, and so
+do those of ASGD if `t0` is smaller by at least two."""
 
 
 def skip_first_steps(optimizers: Iterable[object], learn: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     """Sets the state of optimizers whose first updates run fewer ops and need less memory to that of a later step.
 
-    The for-loop of RAdam adapts its step only from the sixth update on (with the default betas). That of ASGD averages
-    parameters only after step `t0`, which is not skipped if it is 100,000 or later (the default is 1,000,000).
+    The for-loop of RAdam adapts its step only from the sixth update on (with the default betas). The for-loop of ASGD
+    averages the parameters only after step `t0`. If `t0` is 99,999 or more (the default is 1,000,000), a rehearsal does
+    not reach the averaging.
 
     Args:
         learn: sets the known value of a fake tensor.

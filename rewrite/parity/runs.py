@@ -184,7 +184,7 @@ def _copies_of_non_leaves(model: torch.nn.Module) -> dict[int, torch.Tensor]:
 
 
 def _copy_hooks(model: torch.nn.Module, memo: dict[int, Any]) -> None:
-    """Replace the hooks of a copied model by copies, so that the state that they keep is not shared with the model.
+    """Replace the hooks of a copied model with copies, so that they share no state with those of the model.
 
     Args:
         memo: the memo with which the model was copied.

@@ -18,7 +18,11 @@ SIZES = [size * MIB // 2 for size in (4, 6, 8, 12, 16, 22, 24, 26, 30, 34, 38, 4
 
 
 def one_round(source: random.Random, kept: int) -> Events:
-    """Returns requests of a round: (0..kept-1, 0) frees what the round before left, (-1 - n, size) leaves it again."""
+    """Returns the requests of a round.
+
+    `(n, 0)` with n below `kept` frees a storage of the round before. `(-1 - n, size)` allocates its successor, which
+    the next round frees.
+    """
     local: list[int] = []
     numbers = itertools.count(kept)
     waiting = [(number, 0) for number in range(kept)] + [(-1 - number, SIZES[number]) for number in range(kept)]
@@ -35,7 +39,7 @@ def one_round(source: random.Random, kept: int) -> Events:
 
 
 def repeated(kept: int, first: Events, again: Events, rounds: int) -> tuple[Events, int]:
-    """Returns the requests of a setup, a first round and further ones, and the index of the last one's beginning."""
+    """Returns the requests of a setup, a first round and further rounds, and the index at which the last one begins."""
     identity = itertools.count()
     left = {number: next(identity) for number in range(kept)}
     events = [(block, SIZES[number]) for number, block in left.items()]
@@ -76,7 +80,7 @@ def test_a_repeated_round_needs_what_many_rounds_need(kept, seed):
         assert (repeats.out_of_memory_event is None) == (runs.out_of_memory_event is None)
 
 
-def test_some_later_rounds_need_more_than_the_recorded_ones():
+def test_some_later_rounds_need_more_than_the_first_two():
     more = []
     for seed in range(25):
         source = random.Random(seed)
@@ -97,8 +101,8 @@ def test_rounds_end_when_the_allocator_is_in_an_earlier_state(monkeypatch):
     assert len(states) == 2 and states[0] == states[1]  # after the first round and after the second
 
 
-def test_segments_that_move_in_each_round_do_not_count(monkeypatch):
-    """Large blocks are not divided here, so each round releases them for small ones, and takes other addresses."""
+def test_a_state_repeats_although_its_segments_have_other_addresses(monkeypatch):
+    """Large blocks are not split here. Each round releases them to allocate small ones, at other addresses."""
     states: list[object] = []
     state = module._state
     monkeypatch.setattr(module, "_state", lambda *of: states.append(state(*of)) or states[-1])

@@ -82,7 +82,7 @@ def test_nothing_is_started_ahead_of_what_is_known():
     assert started.events == []
 
 
-def test_updates_are_started_without_their_steps():
+def test_only_the_updates_are_started():
     started = Started()
     prefetcher(started).updates([(FUSED, (WHOLE, HALVES)), ((*BF16, *FUSED), (WHOLE,)), (BF16, ())])
     assert started.events == [("update", FUSED, (WHOLE,)), ("update", (*BF16, *FUSED), (WHOLE,))]

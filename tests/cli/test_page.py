@@ -355,7 +355,7 @@ def test_a_browser_draws_the_page_without_errors_and_shows_the_recordings_bytes(
 
 
 @pytest.mark.slow
-def test_a_chart_of_two_steps_may_peak_below_later_ones():
+def test_a_chart_of_two_steps_may_peak_below_later_steps():
     graph = certifying_graph(layers_of_similar_widths(), (), CARD)
     footprint = measure(graph, CARD, vram_bytes=None).footprint
     recorded = Recorded(graph, CARD, footprint, ())

@@ -175,7 +175,7 @@ def steps_of(work: Workload, steps: int) -> StepGraph:
 
 @pytest.mark.slow
 def test_two_recorded_steps_count_what_later_steps_reserve(monkeypatch):
-    """In the third step, free memory is divided otherwise than in the second one, and 24 MiB more are needed."""
+    """In the third step, free memory is fragmented differently, and the allocator reserves 24 MiB more."""
     card, work = CARD, layers_of_similar_widths()
     totals, graphs = [], {steps: steps_of(work, steps) for steps in (2, 5)}
     for is_repeated, steps in itertools.product((True, False), graphs):

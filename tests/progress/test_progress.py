@@ -194,7 +194,7 @@ def test_an_end_before_the_first_certificate_still_certifies_the_best_choice():
 
 
 @pytest.mark.slow
-def test_an_end_certifies_the_best_choice_although_the_baseline_fits(monkeypatch):
+def test_ending_early_certifies_the_best_choice_even_if_the_baseline_fits(monkeypatch):
     """The search is interrupted before it certifies its first choice."""
     card, vram_bytes = card_and_budget("rtx-3090", "4GiB")
     constraints = parse_constraints(fidelity="rounded", force=(), forbid=("optimizer-kernel", "8bit-optimizer"))

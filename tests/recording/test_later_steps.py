@@ -33,14 +33,14 @@ def build():
     ids=["RAdam-loop", "RAdam-foreach", "ASGD-loop-0", "ASGD-loop-5", "ASGD-loop", "ASGD-foreach-0"],
 )
 def test_a_recording_has_the_memory_of_later_steps(optimizer, grows, monkeypatch):
-    """The for-loop of RAdam adapts its step from the sixth update on, that of ASGD averages from step `t0 + 2` on."""
+    """The for-loop of RAdam adapts its step from the sixth update on, that of ASGD averages from update `t0 + 3` on."""
     case = Case(build=build, optimizer=optimizer)
     rehearsed = truth.rehearsal(case).live_bytes().max()
     monkeypatch.setattr(recording, "skip_first_steps", lambda optimizers, learn: None)
     first = truth.truth(case).live_bytes().max()
     monkeypatch.setattr(truth, "STEPS", 9)
     later = truth.truth(case).live_bytes().max()
-    assert later == pytest.approx(rehearsed, abs=64)  # ASGD makes tensors of single numbers
+    assert later == pytest.approx(rehearsed, abs=64)  # ASGD makes tensors with one element
     assert (later > first + 64) == grows
 
 

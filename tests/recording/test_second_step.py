@@ -162,7 +162,7 @@ class AsksCounterOfNorm(ReadsCounterOfNorm):
 
 
 class DrawsOnHost(Counts):
-    """Runs random ops. A child process has another random state than its parent, whatever the seed."""
+    """Draws numbers that decide which ops run. Python reseeds `random` in each forked process."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)

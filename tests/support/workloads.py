@@ -73,7 +73,7 @@ def some_units(found: Units, draws: random.Random, *, least: int, most: int) -> 
 
 
 def layers_of_similar_widths() -> Workload:
-    """A step for which the allocator reserves 24 MiB more in the third step than in the first two."""
+    """Returns a workload for which the allocator reserves 24 MiB more in the third step than in the first two."""
     widths = [700 + 37 * number for number in range(6)]
     pairs = itertools.pairwise(widths)
     model = torch.nn.Sequential(*[part for i, o in pairs for part in (torch.nn.Linear(i, o), torch.nn.ReLU())])

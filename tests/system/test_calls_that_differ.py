@@ -200,7 +200,7 @@ def test_the_certificates_of_a_plan_cover_the_same_calls():
 
 
 class Lookahead(torch.optim.SGD):
-    """Averages the parameters in every k-th update. The count is in an attribute."""
+    """Counts its updates in an attribute, as a lookahead optimizer does. Counts nothing if `every` is 0."""
 
     def __init__(self, parameters, *, every: int) -> None:
         super().__init__(parameters, lr=0.1)
@@ -222,6 +222,6 @@ class Lookahead(torch.optim.SGD):
 )
 def test_a_note_names_what_each_update_of_an_own_optimizer_changes(make, changed):
     plan = planner.plan(network(), BATCH, vram="1GiB", gpu="bare", loss_fn=lambda out, _: out.mean(), optimizer=make)
-    notes = [note for note in plan.notes if note.startswith("each update changes ")]
+    notes = [note for note in plan.notes if note.startswith("the last rehearsed step changed ")]
     assert notes == ([] if changed is None else [notes[0]])
-    assert changed is None or f"{changed}, and the plan covers the first 2" in notes[0]
+    assert changed is None or f"{changed}, and the plan covers 2 steps" in notes[0]

@@ -101,7 +101,7 @@ def _lead(plan: Plan, recordings: PlanRecordings) -> str:
     text = "Every byte that the process holds on the card, by category."
     if recordings.planned is not None:
         text += " Both charts have the same scales."
-    text += " Two steps were rehearsed. The first one creates the optimizer state, and later steps are like the second."
+    text += " Two steps were rehearsed. The first creates optimizer state, and later ones run the ops of the second."
     if (cards := cards_of(plan.decisions)) > 1:
         text += f" The charts show one of {counted(cards, 'card')}."
         text += " Their time axis is that of computation, without communication."
@@ -121,7 +121,8 @@ def _differences(recordings: PlanRecordings) -> Iterator[str]:
         if recorded.total_bytes != recorded.footprint.total_bytes:
             drawn, planned = format_size(recorded.total_bytes), format_size(recorded.footprint.total_bytes)
             why = (
-                "it shows two steps, and in a later step, free memory is fragmented and the allocator reserves more"
+                f"the chart shows the first {recorded.graph.steps} steps, and in a later step, free memory is more "
+                "fragmented, so that the allocator reserves more"
                 if recorded.is_as_planned
                 else "two rehearsals of this step ran different ops, for example because the step draws random numbers "
                 "on the host"

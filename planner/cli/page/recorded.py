@@ -59,13 +59,14 @@ class Recorded:
     def total_bytes(self) -> int:
         """The largest total of the process in the recorded steps.
 
-        It is that of the footprint, unless later steps reserve more, or two rehearsals of the step differ.
+        It equals the total of the footprint, unless the allocator reserves more in later steps, or two rehearsals of
+        the step differ.
         """
         return int(self.reserved_bytes.max()) + self.card.outside_bytes
 
     @property
     def is_as_planned(self) -> bool:
-        """True if the step has the footprint of the plan, also if only later steps reserve that much."""
+        """True if this recording gives the total of the plan when later steps are simulated, too."""
         total_bytes = self.footprint.total_bytes
         measured = measure(self.graph, self.card, vram_bytes=total_bytes, decisions=self.decisions)
         return measured.fits and measured.footprint.total_bytes == total_bytes

@@ -42,7 +42,8 @@ class _Call:
     state: dict[str, object]
     """Numbers and text that the step function and the model hold after the call."""
     of_optimizers: dict[str, object]
-    """Numbers and text in attributes of the user's own optimizers after the call."""
+    """Numbers and text in attributes of the user's own optimizers after the call. They are not compared to find
+    repetitions, but only for a note."""
 
 
 class Repetition:
@@ -65,10 +66,10 @@ class Repetition:
     def ends(
         self, model: torch.nn.Module, function: tuple[object, str], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
-        """Notes that a call has ended, and the numbers and text that these objects hold now.
+        """Notes that a call has ended, with the numbers and text that the model, function and optimizers hold now.
 
         Args:
-            function: the step function or the loss function (None if there is none), and what it is called.
+            function: the step function or the loss function (None if there is none), and its name in messages.
         """
         states = plain_state(model, *function), optimizer_state(optimizers)
         self._calls.append(_Call(*self._began, self._table.tick, self._table.held_bytes(), *states))
@@ -80,7 +81,7 @@ class Repetition:
 
     @property
     def changed_optimizer(self) -> str | None:
-        """The attribute of an own optimizer that the last call changed; None as for `changed_state`."""
+        """The attribute of an optimizer that the last call changed; None if it changed none, or if it is the first."""
         last = [call.of_optimizers for call in self._calls[-2:]]
         return changed_state(*last) if len(last) > 1 else None
 

@@ -405,7 +405,7 @@ def test_a_buffer_that_counts_batches_fails_when_they_are_split():
     assert [(row.comparison, row.kind, row.name) for row in found.failures] == [("in double", "buffer", "mean")]
 
 
-def test_a_hook_that_counts_begins_anew_in_each_training():
+def test_a_hook_that_counts_starts_from_zero_in_each_training():
     def counting():
         calls = [0]
 
