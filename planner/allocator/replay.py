@@ -29,8 +29,8 @@ class Round:
     start: int
     """Index of the first event of the round."""
     succeeds: Mapping[int, int]
-    """Maps each storage that a round keeps for the next round to free, to the number under which the next one frees it.
-    The events of a round free what the round before it kept, so a kept storage takes the number of its predecessor."""
+    """Maps each storage that is alive after a round to the number under which the next round may free it. The events of
+    a round free what earlier rounds kept, so a kept storage takes the number of its predecessor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,26 +165,24 @@ def _in_rounds(
         yield from enumerate(events)
         return
     start, succeeds = last_round.start, last_round.succeeds
-    freed = {storage for storage, size_bytes in events[start:] if size_bytes <= 0}
+    followed = {storage for storage, size_bytes in events[start:] if size_bytes <= 0} | set(succeeds.values())
     seen: set[tuple[object, ...]] = set()
     yield from enumerate(events[:start])
     for _ in range(1 + _MOST_ROUNDS):
-        seen.add(_state(allocator, alive, freed))
+        seen.add(_state(allocator, alive, followed))
         yield from enumerate(events[start:], start)
-        for left, number in succeeds.items():
-            if left in alive:
-                alive[number] = alive.pop(left)
-        if _state(allocator, alive, freed) in seen:
+        alive.update([(number, alive.pop(kept)) for kept, number in succeeds.items() if kept in alive])
+        if _state(allocator, alive, followed) in seen:
             return
 
 
-def _state(allocator: CachingAllocator, alive: dict[int, Block], freed: Collection[int]) -> tuple[object, ...]:
-    """Returns the segments in the order of their addresses, with the blocks of the storages `freed` marked.
+def _state(allocator: CachingAllocator, alive: dict[int, Block], followed: Collection[int]) -> tuple[object, ...]:
+    """Returns the segments in the order of their addresses, with the blocks of the storages `followed` marked.
 
     Addresses are left out, because only their order has an effect: a segment that is released and allocated again in
     each round has another address each time.
     """
-    state = capture(allocator, {block.address: number for number, block in alive.items() if number in freed})
+    state = capture(allocator, {block.address: number for number, block in alive.items() if number in followed})
     return tuple(segment[1:] for segment in state.segments)
 
 

@@ -14,9 +14,12 @@ so that searching them for cycles frees almost nothing."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Ctrl-C while its modules are imported gives one line as well."""
-    if arguments is None:  # the process ends with the command: searching its objects for cycles would only take time
+    if arguments is None:  # the process ends with the command
         gc.set_threshold(*_RARE_COLLECTIONS)
-        atexit.register(gc.freeze)
+        if not any(":" in word or ".py" in word for word in sys.argv[1:]):
+            # Python would search all objects for cycles before it exits, which takes a second. This matters only to the
+            # user's own code, which may have an open file in a cycle.
+            atexit.register(gc.freeze)
     try:
         from planner.cli import command
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,8 +40,9 @@ def allocation_stream(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndar
 def last_round(graph: StepGraph, stream: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Round | None:
     """Finds the last steps of a recording, which all later steps repeat.
 
-    Such a step may keep storages that the next step frees, such as gradients. Each of them is matched with a storage
-    that the step before it kept: one of the same category, name, dtype and size, in the order of allocation.
+    Such a step may keep storages that a later step frees, such as gradients, or outputs in a queue. The storages that
+    are alive after the step take the places of those before it: storages of the same category, name, dtype and size, in
+    the order of allocation.
 
     Args:
         stream: the result of `allocation_stream`.
@@ -53,22 +55,32 @@ def last_round(graph: StepGraph, stream: tuple[np.ndarray, np.ndarray, np.ndarra
         return None
     ids, sizes, ticks = (column.tolist() for column in stream)
     start = bisect.bisect_right(ticks, graph.step_starts[-period])
-    events = [*zip(ids[start:], sizes[start:], strict=True)]
-    made, freed = ({block for block, size in events if bool(size) is is_made} for is_made in (True, False))
+    events = [*zip(ids, sizes, strict=True)]
     kinds = [
         (storage.category, storage.name, storage.dtype, storage.size_bytes)
         for storage, spans in zip(graph.storages, graph.spans(), strict=True)
         for _ in spans
     ]
-    before: dict[tuple[object, ...], list[int]] = {}
-    for block in sorted(freed - made, reverse=True):
-        before.setdefault(kinds[block], []).append(block)
-    succeeds: dict[int, int] = {}
-    for block in sorted(made - freed):
-        if not before.get(kinds[block]):
-            return None  # the step leaves more than the one before it did, so it does not repeat
-        succeeds[block] = before[kinds[block]].pop()
+    before, after = _alive(events[:start], kinds), _alive(events, kinds)
+    if any(len(blocks) > len(before[kind]) for kind, blocks in after.items()):
+        return None  # the step keeps more than the one before it did, so it does not repeat
+    pairs = (zip(reversed(blocks), reversed(before[kind]), strict=False) for kind, blocks in after.items())
+    succeeds = {block: earlier for each in pairs for block, earlier in each if block != earlier}
     return Round(start, succeeds)
+
+
+def _alive(events: Iterable[tuple[int, int]], kinds: Sequence[object]) -> dict[object, list[int]]:
+    """Returns the blocks that are allocated after these events, by kind, in the order of their allocation."""
+    alive: dict[int, None] = {}
+    for block, size_bytes in events:
+        if size_bytes:
+            alive[block] = None
+        else:
+            alive.pop(block, None)
+    of_kind: dict[object, list[int]] = collections.defaultdict(list)
+    for block in alive:
+        of_kind[kinds[block]].append(block)
+    return of_kind
 
 
 def streams_of_blocks(graph: StepGraph) -> dict[int, int]:

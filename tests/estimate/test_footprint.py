@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from planner import profiles
+from planner import pipeline, profiles
 from planner.estimate import footprint
 from planner.estimate.allocation_stream import allocation_stream, last_round
 from planner.estimate.footprint import measure, runs_within, smallest_of, smallest_total_bytes
@@ -197,3 +197,32 @@ def test_a_step_that_leaves_more_than_the_one_before_it_does_not_repeat():
     assert last_round(graph, allocation_stream(graph)) is None
     one = steps_of(linear_layers(), 1)
     assert last_round(one, allocation_stream(one)) is None
+
+
+class KeepingOutputs:
+    """A training step that keeps hidden outputs of its last two calls."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, model, optimizer, batch) -> None:
+        x, outputs = batch, []
+        for module in model:
+            x = module(x)
+            outputs.append(x.detach())
+        self.kept = [*self.kept, (outputs[1], outputs[-1])][-2:]
+        x.pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_what_several_steps_keep_is_freed_in_turn(monkeypatch):
+    widths = itertools.pairwise((827, 827, 827, 1097))
+    model = torch.nn.Sequential(*[part for i, o in widths for part in (torch.nn.Linear(i, o), torch.nn.ReLU())])
+    work = workload(model, torch.randn(3000, 827), step=KeepingOutputs(), optimizer="adamw")
+    recorded, many = pipeline.record_step(work, CARD), steps_of(work, 30)
+    planned = measure(recorded, CARD, vram_bytes=None).footprint.total_bytes
+    monkeypatch.setattr(footprint, "last_round", lambda graph, stream: None)
+    assert planned == measure(many, CARD, vram_bytes=None).footprint.total_bytes
+    assert planned > measure(recorded, CARD, vram_bytes=None).footprint.total_bytes
