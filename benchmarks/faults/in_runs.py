@@ -92,6 +92,14 @@ FAULTS = (
         why="a step that updates in every n-th call is promised the memory of calls without an update",
     ),
     Fault(
+        name="command-never-collects-the-users-objects",
+        path="planner/cli/__init__.py",
+        old='        if not any(":" in word or ".py" in word for word in sys.argv[1:]):\n',
+        new="        if sys.argv:\n",
+        tests=("tests/cli/test_odd_processes.py::test_a_file_that_the_models_code_holds_in_a_cycle_is_written",),
+        why="what the model's code has written to a file is lost",
+    ),
+    Fault(
         name="parity-shares-hooks",
         path="rewrite/parity/runs.py",
         old="        _copy_hooks(model, memo)\n",

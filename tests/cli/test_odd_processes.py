@@ -281,3 +281,21 @@ def test_the_time_limit_also_ends_code_that_builds_no_model(misbehaviour, forms,
     assert result.returncode == 2 and re.search(message, result.stderr) and len(result.stderr.splitlines()) == 1
     if "--json" in forms:
         assert json.loads(result.stdout)["error"]["type"] == "TimeLimitError"
+
+
+def test_a_file_that_the_models_code_holds_in_a_cycle_is_written(tmp_path):
+    """Python writes what is left of it when it exits, if it searches the objects of the user's code for cycles."""
+    (tmp_path / "net.py").write_text(
+        "import torch\n\n\n"
+        "class Log:\n"
+        "    def __init__(self):\n"
+        "        self.file, self.write = open('log.txt', 'w'), self.noted\n\n"
+        "    def noted(self, text):\n"
+        "        self.file.write(text)\n\n\n"
+        "log = Log()\nlog.write('built')\n\n\n"
+        "def build():\n"
+        "    return torch.nn.Linear(4, 4), torch.zeros(2, 4), lambda output, batch: output.mean()\n"
+    )
+    command = [sys.executable, "-m", "planner.cli", "net.py:build", "--gpu", "bare"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "log.txt").read_text() == "built"
