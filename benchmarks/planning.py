@@ -5,7 +5,8 @@
 Each question is a `plan` command that runs in a new process. With `--cards`, the questions are those for several cards.
 With `--again`, each question is asked twice, and the second time the recordings of the first time are used.
 "wall" is the time from the start of the command to its end, "planning" the time that the plan states: without imports
-and loading. CPU seconds are those of the process and its children. "memory" is the largest resident set of one process.
+and loading. "first plan" is the time from the start of planning until a certified plan inside the budget is reported.
+CPU seconds are those of the process and its children. "memory" is the largest resident set of one process.
 Times depend on the machine and its load; numbers of rehearsals and programs depend on times only where a limit ends
 the search.
 """
@@ -103,6 +104,7 @@ COLUMNS = (
     "question",
     "wall, s",
     "planning, s",
+    "first plan, s",
     "CPU, s",
     "rehearsals (CPU s)",
     "programs (CPU s)",
@@ -189,12 +191,33 @@ def watch_programs(count: Counts) -> None:
     Solver._run = counted
 
 
+def watch_plans(moments: list[float]) -> None:
+    """Notes the time at which planning begins, and that at which the first certified plan in the budget is known."""
+    from planner.progress import Watch
+
+    stage, found = Watch.stage, Watch.found
+
+    def noting_stage(self: Watch, name: str) -> None:
+        if name == "rehearsing the step" and not moments:
+            moments.append(time.monotonic())
+        stage(self, name)
+
+    def noting_plan(self: Watch, *plan: Any) -> None:
+        if len(moments) == 1:
+            moments.append(time.monotonic())
+        found(self, *plan)
+
+    Watch.stage, Watch.found = noting_stage, noting_plan
+
+
 def answer(words: list[str]) -> dict[str, Any]:
     """Runs a `plan` command in this process, and returns its counts and figures as JSON data."""
     counts: dict[str, Counts] = collections.defaultdict(Counts)
     watch_rehearsals(counts)
     programs = Counts()
     watch_programs(programs)
+    moments: list[float] = []
+    watch_plans(moments)
     from planner.cli import main as plan
 
     printed, out = io.StringIO(), sys.stdout
@@ -208,6 +231,7 @@ def answer(words: list[str]) -> dict[str, Any]:
     printed_plan = json.loads(text) if text.startswith("{") else {}
     return {
         "status": status,
+        "first_plan_seconds": moments[1] - moments[0] if len(moments) > 1 else None,
         "plan": printed_plan if "plan" in printed_plan else None,
         "rehearsals": {name: dataclasses.asdict(count) for name, count in counts.items()},
         "programs": dataclasses.asdict(programs),
@@ -262,6 +286,7 @@ def cells(question: str, result: dict[str, Any], wall_seconds: float) -> Iterato
     yield question
     yield f"{wall_seconds:.1f}"
     yield "-" if plan is None else f"{plan['seconds']:.1f}"
+    yield "-" if result["first_plan_seconds"] is None else f"{result['first_plan_seconds']:.1f}"
     children = sum(count["cpu_seconds"] for count in rehearsals.values())
     yield f"{result['own_cpu_seconds'] + children:.1f}"
     yield (
