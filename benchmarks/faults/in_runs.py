@@ -94,8 +94,8 @@ FAULTS = (
     Fault(
         name="command-never-collects-the-users-objects",
         path="planner/cli/__init__.py",
-        old='        if not any(":" in word or ".py" in word for word in sys.argv[1:]):\n',
-        new="        if sys.argv:\n",
+        old='    if ":" not in "".join(sys.argv[1:]) and all(file.startswith(folders) for file in files):\n',
+        new="    if files:\n",
         tests=("tests/cli/test_odd_processes.py::test_a_file_that_the_models_code_holds_in_a_cycle_is_written",),
         why="what the model's code has written to a file is lost",
     ),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import pathlib
 import sys
+import sysconfig
 from collections.abc import Sequence
 
 _RARE_COLLECTIONS = (100_000, 50, 50)
@@ -16,10 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Ctrl-C while its modules are imported gives one line as well."""
     if arguments is None:  # the process ends with the command
         gc.set_threshold(*_RARE_COLLECTIONS)
-        if not any(":" in word or ".py" in word for word in sys.argv[1:]):
-            # Python would search all objects for cycles before it exits, which takes a second. This matters only to the
-            # user's own code, which may have an open file in a cycle.
-            atexit.register(gc.freeze)
+        atexit.register(_skip_last_collection)
     try:
         from planner.cli import command
 
@@ -27,6 +26,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("plan: interrupted", file=sys.stderr)
         return 2
+
+
+def _skip_last_collection() -> None:
+    """Keeps Python from searching all objects for cycles before it exits, which takes a second.
+
+    If a module of the user's own was imported, Python searches as usual. The module may hold an open file in a cycle, and
+    Python writes the end of that file only in this search.
+    """
+    folders = *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(pathlib.Path(__file__).parents[1])
+    known = "__main__", "__mp_main__", "torch"  # some modules of torch have no path
+    files = [
+        getattr(module, "__file__", None) or folders[0]
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] not in known
+    ]
+    if ":" not in "".join(sys.argv[1:]) and all(file.startswith(folders) for file in files):
+        gc.freeze()
 
 
 __all__ = ["main"]

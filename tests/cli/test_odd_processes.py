@@ -296,6 +296,8 @@ def test_a_file_that_the_models_code_holds_in_a_cycle_is_written(tmp_path):
         "def build():\n"
         "    return torch.nn.Linear(4, 4), torch.zeros(2, 4), lambda output, batch: output.mean()\n"
     )
-    command = [sys.executable, "-m", "planner.cli", "net.py:build", "--gpu", "bare"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    assert (tmp_path / "log.txt").read_text() == "built"
+    for words in (["net.py:build", "--vram", "1GiB", "--save", "plan.json"], ["plan.json", "--trust-reference"]):
+        (tmp_path / "log.txt").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "planner.cli", *words, "--gpu", "bare"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        assert (tmp_path / "log.txt").read_text() == "built"
