@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _skip_last_collection() -> None:
     """Keeps Python from searching all objects for cycles before it exits, which takes a second.
 
-    If a module of the user's own was imported, Python searches as usual. The module may hold an open file in a cycle, and
-    Python writes the end of that file only in this search.
+    If a module of the user's own was imported, Python searches as usual. The module may hold an open file in a cycle,
+    and Python writes the end of that file only in this search.
     """
     folders = *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(pathlib.Path(__file__).parents[1])
     known = "__main__", "__mp_main__", "torch"  # some modules of torch have no path
