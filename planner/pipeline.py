@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from planner.assemble import assemble_plan, assemble_tradeoff, early_note
 from planner.choose import fitting
 from planner.choose.certificates import Certificates
-from planner.choose.head_start import rehearse_baseline
+from planner.choose.head_start import Fallback, rehearse_baseline
 from planner.choose.pareto_front import front
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.choose.relaxations import relaxations, shortfall_of
@@ -68,12 +68,14 @@ def plan_workload(
     with open_session(workload, card, budget, watch) as session:
         if budget is None:
             return assemble_plan(session, session.baseline, constraints, None, began=began)
-        rehearse_baseline(session, constraints)
-        if not constraints.forced:
-            session.note(session.baseline, constraints)  # it may fit, and then it is the best plan so far
-        space = session.search_space(constraints)
-        certified, early = fastest_in_time(session, space, constraints)
-        shortfall = None
+        fallback, shortfall = Fallback(session, constraints), None
+        with session.watch.meanwhile(fallback.advance):
+            rehearse_baseline(session, constraints, fallback)
+            if not constraints.forced:
+                session.note(session.baseline, constraints)  # it may fit, and then it is the best plan so far
+            space = session.search_space(constraints)
+            fallback.prepare(session, space)
+            certified, early = fastest_in_time(session, space, constraints)
         if certified is None:
             certified, early = _nearest(session, space, constraints)
             if not certified.measured.fits or not session.quick_enough(certified, constraints):
@@ -230,6 +232,9 @@ def open_session(
             certificates=Certificates(
                 lambda decisions: kept.start(lambda: certifier.start(decisions), "two steps", decisions),
                 certifier.finish,
+                start_in_background=lambda decisions: kept.start(
+                    lambda: certifier.start(decisions).in_background(), "two steps", decisions
+                ),
             ),
             watch=watch,
         )

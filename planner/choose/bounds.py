@@ -74,6 +74,31 @@ class Bounds:
     lower_bound_bytes: Callable[[tuple[Decision, ...]], int]
     """Returns for a configuration a lower bound in bytes on the peaks of its plans."""
 
+    @classmethod
+    def of(
+        cls,
+        graph: StepGraph,
+        card: DeviceProfile,
+        *,
+        updates: Mapping[bool, LeastUpdate],
+        lower_bound_bytes: Callable[[tuple[Decision, ...]], int],
+        is_frozen: bool,
+    ) -> Bounds:
+        """Returns the bounds that follow from the recording of the baseline.
+
+        Args:
+            is_frozen: True if a prefix of the model is frozen in every configuration.
+        """
+        times = roofline.op_times_ns(graph, card, 1)
+        forward_ns = sum(ns for op, ns in zip(graph.ops, times, strict=True) if op.phase is Phase.FORWARD)
+        return cls(
+            step_ns=forward_ns if is_frozen else sum(times),
+            optimizer_ns=0 if is_frozen else optimizer_ns(graph, times),
+            loss_ns=loss_ns(graph, times),
+            updates=updates,
+            lower_bound_bytes=lower_bound_bytes,
+        )
+
     def most_saved_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
         """Returns the maximum number of ns that `decisions` save in a step whose update takes `optimizer_ns`."""
         return self.saved_by_update_ns(decisions, optimizer_ns) + has_role(decisions, Role.LOSS) * self.loss_ns

@@ -22,20 +22,27 @@ class Certificates:
     """Makes and caches certificates. Rehearsals can be started before their certificate is asked for.
 
     One that is only likely to be needed (`foresee`) is ended as soon as another one is more likely. One that is almost
-    certainly needed (`begin`) runs on until its certificate is asked for.
+    certainly needed (`begin`) runs on until its certificate is asked for. One that is useful but not needed
+    (`begin_in_background`) runs on, too, mostly while a core is idle.
     """
 
-    def __init__(self, start: Start, finish: Callable[[StepGraph], StepGraph]) -> None:
+    def __init__(
+        self, start: Start, finish: Callable[[StepGraph], StepGraph], *, start_in_background: Start | None = None
+    ) -> None:
         """
         Args:
             start: starts the rehearsal of a step.
+            start_in_background: starts a rehearsal with a low priority; None for `start`.
             finish: adds the workspaces of kernels to a recording, which does not contain them.
         """
         self._start, self._finish = start, finish
+        self._start_in_background = start_in_background or start
         self._cached: dict[tuple[Decision, ...], StepGraph] = {}
         """Certificates in the cache, from the least to the most recently used."""
         self._begun: dict[tuple[Decision, ...], Running] = {}
         """Rehearsals that were started by `begin`."""
+        self._in_background: dict[tuple[Decision, ...], Running] = {}
+        """Rehearsals that were started by `begin_in_background`."""
         self._ahead: tuple[tuple[Decision, ...], Running] | None = None
         """Decisions and process of the rehearsal that was started by `foresee`; None if there is none."""
 
@@ -65,6 +72,16 @@ class Certificates:
             self.forget()
             self._begun[decisions] = foreseen or self._start(decisions)
 
+    def begin_in_background(self, decisions: tuple[Decision, ...]) -> None:
+        """Start a rehearsal that takes little time from others. It runs on until its certificate is asked for."""
+        if decisions not in self._cached:
+            self._in_background[decisions] = self._start_in_background(decisions)
+
+    def is_ready(self, decisions: tuple[Decision, ...]) -> bool:
+        """True if the certificate of decisions is known, so that nothing has to be waited for."""
+        child = self._begun.get(decisions) or self._in_background.get(decisions)
+        return decisions in self._cached or (child is not None and child.is_ready)
+
     def foresee(self, decisions: tuple[Decision, ...]) -> None:
         """Start the rehearsal of decisions that will probably be needed next, and end another one that was foreseen.
 
@@ -89,16 +106,22 @@ class Certificates:
 
     def close(self) -> None:
         """End all rehearsals that are still running."""
+        self._end_begun()
+        end_all(self._in_background.values())
+        self._in_background.clear()
+
+    def _end_begun(self) -> None:
         self.forget()
         end_all(self._begun.values())
         self._begun.clear()
 
     def _child(self, decisions: tuple[Decision, ...]) -> Running:
         """Returns the rehearsal of decisions. If it was not begun, those that were begun for other decisions end."""
-        if decisions in self._begun:
-            return self._begun.pop(decisions)
+        for children in (self._begun, self._in_background):
+            if decisions in children:
+                return children.pop(decisions)
         foreseen = self._foreseen(decisions)
-        self.close()
+        self._end_begun()
         return foreseen or self._start(decisions)
 
     def _foreseen(self, decisions: tuple[Decision, ...]) -> Running | None:

@@ -1,4 +1,4 @@
-"""Starts the certificate of a plan while the baseline is still being rehearsed.
+"""Starts certificates before they are needed: of the plan that will probably be chosen, and of a fallback.
 
 The rehearsals of the baseline and of the chosen step take the most time of planning, and the search between them needs
 the baseline. But what-if recordings are finished earlier, because they have one step instead of two and only a few of
@@ -6,27 +6,124 @@ many identical layers. So a search runs on them first, with a what-if recording 
 rehearsal of its choice is started. The result of this first search is used for nothing else. The search that follows
 finds recordings, candidates and answers of integer programs in the cache. Nearly always it makes the same choice, whose
 rehearsal has then been running for a while.
+
+A search for a plan that recomputes modules may take long. Meanwhile the *fallback* is rehearsed: a plan that needs no
+search, because it recomputes all layers of the model. So a plan that fits is often known long before the fastest one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Sequence
 
+import torch
+
+from planner.choose.candidates import Candidate
+from planner.choose.choice import Choice
 from planner.choose.fitting import first_to_certify
 from planner.choose.planning_session import PlanningSession
-from planner.errors import StepError
+from planner.errors import PlannerError, StepError
 from planner.plan_types.constraints import Constraints
+from planner.plan_types.decision_base import Role, without_roles
 from planner.progress import TimeIsUp
+from planner.recompute.units import whole_modules
+from planner.space.configurations import Configurations
+from planner.space.search_space import SearchSpace
 
 _FRACTION = 0.2
 """Maximum fraction of the remaining time for the first search. The rehearsal of the baseline needs the rest."""
 
 
-def rehearse_baseline(session: PlanningSession, constraints: Constraints) -> None:
+class Fallback:
+    """A plan that recomputes all layers of the model, and is certified while the search is still running.
+
+    It is reported as progress, and is the result of planning if the time is up before a faster plan is certified. Its
+    rehearsal mostly runs while a core is idle. It is not begun if the configuration that the search tries first fits
+    without recompute, because then the search is short, or if parameters, gradients and optimizer state alone take
+    more than the budget.
+    """
+
+    def __init__(self, session: PlanningSession, constraints: Constraints) -> None:
+        self._session, self._constraints = session, constraints
+        self._possible: tuple[PlanningSession, SearchSpace] | None = None
+        """The session and the search space from which the plan will be made; None before and after that."""
+        self._is_decided = False
+        """True as soon as it is known whether the plan is needed."""
+        self._choice: Choice | None = None
+        """The plan while it is being rehearsed; None before and after that."""
+
+    def prepare(self, guessing: PlanningSession, space: SearchSpace) -> None:
+        """Set the session and the search space from which the plan will be made, unless it has been made."""
+        must_split, must_freeze = space.splits[0].micro_batches > 1, self._constraints.force(Role.FREEZING)
+        if not (self._is_decided or must_split or must_freeze or guessing.workload.sharding):
+            self._possible = guessing, space
+
+    def advance(self) -> None:
+        """Do what can be done without waiting: begin the rehearsal of the plan, or note it when it is rehearsed.
+
+        Errors of planning are ignored, because the search does not need this plan.
+        """
+        with contextlib.suppress(PlannerError):
+            if self._possible is not None:
+                self._decide(*self._possible)
+            elif self._choice is not None and self._session.is_ready(self._choice):
+                choice, self._choice = self._choice, None
+                self._note(choice)
+
+    def _decide(self, guessing: PlanningSession, space: SearchSpace) -> None:
+        """Begin the rehearsal, if the configuration that the search tries first is recorded and does not fit."""
+        narrow = dataclasses.replace(space, precisions=space.precisions[-1:], updates=space.updates[:1])
+        configs = tuple(Configurations(narrow))
+        candidate = guessing.candidates(space).get(configs[0], space.splits[0]) if configs else None
+        if candidate is not None:
+            self._possible, self._is_decided = None, True
+            if candidate.peak_bytes > guessing.budget.tensor_bytes:
+                self._begin(guessing, candidate, narrow)
+
+    def _begin(self, guessing: PlanningSession, candidate: Candidate, space: SearchSpace) -> None:
+        """Begin the rehearsal of all layers' recompute, in the configuration that needs the least memory."""
+        configurations = Configurations(space)
+        possible = [config for config in configurations if not configurations.could_use_chunks(config)]
+        config = min(possible, key=guessing.lower_bound_bytes, default=None)
+        if config is None or guessing.lower_bound_bytes(config) > guessing.budget.tensor_bytes:
+            return
+        layers = _outermost_layers(guessing.workload.model, candidate.units.modules)
+        if layers:
+            self._choice = Choice(
+                decisions=(*config, whole_modules(layers)),
+                peak_bytes=0,
+                step_ns=0,
+                status="time limit",
+                gap=1.0,
+                allocators=space.allocators,
+                config=config,
+            )
+            self._session.certificates.begin_in_background(self._choice.decisions)
+
+    def _note(self, choice: Choice) -> None:
+        """Note the certified plan, with the peak and the time of its certificate as its promise."""
+        certified = self._session.certify(choice)
+        peak_bytes, step_ns = certified.measured.curve_bytes, certified.measured.footprint.step_ns
+        choice = dataclasses.replace(certified.choice, peak_bytes=peak_bytes, step_ns=step_ns)
+        self._session.note(dataclasses.replace(certified, choice=choice), self._constraints)
+
+
+def _outermost_layers(model: torch.nn.Module, modules: Sequence[str]) -> list[str]:
+    """Returns those of the modules that are members of a list of layers, without those inside of other ones."""
+    containers = torch.nn.ModuleList, torch.nn.Sequential
+    layers = [path for path in modules if path and isinstance(model.get_submodule(path.rpartition(".")[0]), containers)]
+    return [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
+
+
+def rehearse_baseline(session: PlanningSession, constraints: Constraints, fallback: Fallback) -> None:
     """Rehearse the baseline, and meanwhile start the certificate of the plan that will probably be chosen.
 
     The certificate is started only if recordings have a few of many identical layers, because only then are they
     finished much earlier than the baseline.
+
+    Args:
+        fallback: is prepared as soon as a recording shows what is possible.
 
     Raises:
         StepError: the step cannot be rehearsed.
@@ -34,22 +131,23 @@ def rehearse_baseline(session: PlanningSession, constraints: Constraints) -> Non
     """
     # For a step of the user's own, only the baseline shows how many calls of the step are recorded. Without identical
     # layers, what-if recordings are finished no earlier than the baseline.
-    if session.workload.step is not None or not session.recordings.are_shortened:
+    if session.workload.step is not None or not session.recordings.runs:
         session.expect(constraints)
         _ = session.baseline_graph
         return
     watch, recordings = session.watch, session.recordings
     with recordings.assumed_right():
         session.expect(constraints)
-        session.begin_baseline()
+        session.certificates.begin(())
         # Errors of this search are ignored: the next search, which has the baseline, raises or reports them again.
         with contextlib.suppress(StepError, TimeIsUp), watch.at_most(_FRACTION * watch.left_seconds):
             guessing = session.before_baseline(constraints)
             recordings.begin_comparison()
             space = guessing.search_space(constraints)
+            fallback.prepare(guessing, space)
             choice = first_to_certify(guessing, space, constraints)
             if choice is not None and choice.decisions:
-                session.begin_certificate(choice)
+                session.certificates.begin(without_roles(choice.decisions, Role.ALLOCATOR))
     recordings.begin_comparison()  # unless it was begun
     _ = session.baseline_graph
     recordings.confirm()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from planner.choose.bounds import Bounds, LeastUpdate, least_updates, loss_ns, optimizer_ns, optimizer_peak_bytes
+from planner.choose.bounds import Bounds, LeastUpdate, least_updates, optimizer_peak_bytes
 from planner.choose.candidates import Candidates, ChunkedCandidates
 from planner.choose.certificates import Certificates
 from planner.choose.choice import Choice
@@ -21,7 +21,6 @@ from planner.choose.chooser import Chooser
 from planner.choose.recordings import Recordings, Start
 from planner.choose.searches import Searches
 from planner.choose.shortening import Shortening, runs_to_shorten
-from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
 from planner.estimate.footprint import Measured, measure, runs_within, smallest_of
 from planner.plan_types.constraints import Constraints
@@ -29,7 +28,7 @@ from planner.plan_types.decision_base import Decision, Role, changed_options, ha
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.repeats.layer_runs import LayerRun
-from planner.recording.step_graph import Category, Phase, StepGraph
+from planner.recording.step_graph import Category, StepGraph
 from planner.space.by_sample import BySampleCheck, StartForward
 from planner.space.carried_state import carried_state
 from planner.space.lm_head import loss_in_chunks
@@ -96,7 +95,7 @@ class PlanningSession:
         """The constraints whose plans are reported as progress; None if none are."""
         self._guessed_trained: tuple[str, ...] | None = None
         """Names of the trained parameters in a what-if recording that is there before the baseline; None if unknown."""
-        self._certificates = certificates
+        self.certificates = certificates
         self.recordings = Recordings(
             start_what_if,
             None if workload.step else lambda decisions: start_update(decisions, self._names_of_trained()),
@@ -161,7 +160,7 @@ class PlanningSession:
     def close(self) -> None:
         """End the recordings and rehearsals that are still running."""
         with interrupts_held_back():
-            for part in (self._certificates, self.recordings, vars(self).get("_by_sample_check")):
+            for part in (self.certificates, self.recordings, vars(self).get("_by_sample_check")):
                 if part is not None:
                     part.close()
 
@@ -181,10 +180,6 @@ class PlanningSession:
         other.__dict__.pop("baseline", None)
         return other
 
-    def begin_baseline(self) -> None:
-        """Start the rehearsal of the baseline, without waiting for it."""
-        self._certificates.begin(())
-
     def before_baseline(self, constraints: Constraints) -> PlanningSession:
         """Returns a session with a what-if recording in place of the baseline. Call `expect` before.
 
@@ -198,9 +193,10 @@ class PlanningSession:
         other.baseline_graph = self.recordings.of(config, whole)
         return other
 
-    def begin_certificate(self, choice: Choice) -> None:
-        """Start the rehearsal of a choice that will probably be certified, without waiting for it."""
-        self._certificates.begin(without_roles(choice.decisions, Role.ALLOCATOR))
+    def is_ready(self, choice: Choice) -> bool:
+        """True if a choice can be certified and compared with the baseline without waiting for a rehearsal."""
+        has_baseline = "baseline_graph" in vars(self) or self.certificates.is_ready(())
+        return has_baseline and self.certificates.is_ready(choice.decisions)
 
     def _names_of_trained(self) -> tuple[str, ...]:
         """Returns the names of the trained parameters, as far as they are known before the baseline."""
@@ -236,7 +232,7 @@ class PlanningSession:
     def baseline_graph(self) -> StepGraph:
         """The recording of the baseline."""
         self.watch.stage("rehearsing the step")
-        return self._certificates.of(())
+        return self.certificates.of(())
 
     @functools.cached_property
     def baseline(self) -> Certified:
@@ -258,7 +254,7 @@ class PlanningSession:
         """
         self.watch.check()
         decisions, upcoming = without_roles(choice.decisions, Role.ALLOCATOR), then.decisions if then else None
-        graph = self._certificates.of(decisions, then=upcoming) if decisions else self.baseline_graph
+        graph = self.certificates.of(decisions, then=upcoming) if decisions else self.baseline_graph
         return self._with_allocator(choice, graph, self._usable_bytes)
 
     def _with_allocator(self, choice: Choice, graph: StepGraph, total_bytes: int | None) -> Certified:
@@ -306,28 +302,29 @@ class PlanningSession:
     def chooser(self, space: SearchSpace, constraints: Constraints) -> Chooser:
         """Return a new chooser for a search space, and add it to `searches`."""
         space = self.searches.without_failed(space, constraints)
-        candidates = self._candidates.with_recompute(space.recompute, self.searches.excluded())
-        frozen, graph = has_role(space.precisions[0], Role.FREEZING), self.baseline_graph
-        times = roofline.op_times_ns(graph, self.card, 1)
-        forward_ns = sum(ns for op, ns in zip(graph.ops, times, strict=True) if op.phase is Phase.FORWARD)
-        bounds = Bounds(
-            step_ns=forward_ns if frozen else sum(times),
-            optimizer_ns=0 if frozen else optimizer_ns(graph, times),
-            loss_ns=loss_ns(graph, times),
-            updates=self._least_updates(frozen),
-            lower_bound_bytes=self.lower_bound_bytes,
-        )
+        is_frozen = has_role(space.precisions[0], Role.FREEZING)
         chooser = Chooser(
             space,
-            ChunkedCandidates(candidates, space.chunks),
-            bounds,
-            self._certificates,
+            self.candidates(space),
+            Bounds.of(
+                self.baseline_graph,
+                self.card,
+                updates=self._least_updates(is_frozen),
+                lower_bound_bytes=self.lower_bound_bytes,
+                is_frozen=is_frozen,
+            ),
+            self.certificates,
             force_recompute=constraints.force(Role.RECOMPUTE),
             why_no_units=self.searches.error_of(space.recompute),
             slowest_ns=self._slowest_ns(constraints),
         )
         self.searches.add(constraints, chooser)
         return chooser
+
+    def candidates(self, space: SearchSpace) -> ChunkedCandidates:
+        """Returns the candidates of a search space."""
+        candidates = self._candidates.with_recompute(space.recompute, self.searches.excluded())
+        return ChunkedCandidates(candidates, space.chunks)
 
     def _least_updates(self, frozen: bool) -> dict[bool, LeastUpdate]:
         """Return `Bounds.updates`. Times are 0 with a frozen prefix and for own steps."""

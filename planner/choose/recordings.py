@@ -299,9 +299,9 @@ class Recordings:
         return bool(self._shortening.runs)
 
     @property
-    def are_shortened(self) -> bool:
-        """True if recordings have only a few of many identical layers; False if there are none, or all are needed."""
-        return bool(self._shortening.runs)
+    def runs(self) -> tuple[LayerRun, ...]:
+        """The runs of identical layers of which recordings have only a few; empty if all layers are recorded."""
+        return self._shortening.runs
 
     @property
     def is_dropped(self) -> bool:

@@ -74,6 +74,8 @@ class Watch:
         self._stage = "starting"
         self._best: tuple[int, float] | None = None
         self._is_ended = self._goes_on = False
+        self._work: Callable[[], object] | None = None
+        self._is_working = False
         self.recalled = 0
         """Number of recordings that earlier calls have made."""
         self.is_checked = False
@@ -121,12 +123,23 @@ class Watch:
         self._is_ended = True
 
     def check(self) -> None:
-        """Report progress if the last report is a second old. Raises `TimeIsUp` if the time limit is over."""
+        """Report progress if the last report is a second old, and do the work of `meanwhile`.
+
+        Raises `TimeIsUp` if the time limit is over. Inside the work of `meanwhile`, a check does nothing.
+        """
         self.is_checked = True
+        if self._is_working:
+            return
         if self.left_seconds <= 0:
             raise TimeIsUp
         if time.monotonic() - self._reported >= _HEARTBEAT_SECONDS:
             self._send()
+        if self._work is not None:
+            self._is_working = True
+            try:
+                self._work()
+            finally:
+                self._is_working = False
 
     def stage(self, name: str) -> None:
         """Enter a stage. Does not check the time limit."""
@@ -170,6 +183,15 @@ class Watch:
             yield
         finally:
             self._goes_on = False
+
+    @contextlib.contextmanager
+    def meanwhile(self, work: Callable[[], object]) -> Iterator[None]:
+        """Call `work` at each check inside the context: short work that can be done while a rehearsal is waited for."""
+        previous, self._work = self._work, work
+        try:
+            yield
+        finally:
+            self._work = previous
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:

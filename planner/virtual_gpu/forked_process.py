@@ -24,7 +24,7 @@ import torch
 
 from planner.errors import MachineError, PlannerError, RehearsalProcessError
 from planner.progress import Watch
-from planner.spawned import CannotBeSentError, NewProcess, Send, ended_from_outside
+from planner.spawned import CannotBeSentError, NewProcess, Send, ended_from_outside, lower_priority
 from planner.spawned.interrupts import Handlers, interrupts_held_back
 from planner.spawned.lifetime import end_with
 
@@ -85,6 +85,11 @@ class Child:
         self._watch = watch
         return self
 
+    def in_background(self) -> Child:
+        """Gives the child a low priority, so that it mostly runs while a core is idle. Returns this child."""
+        self._process.in_background()
+        return self
+
     def end(self) -> None:
         """Stops the child and discards its answer."""
         self._process.end()
@@ -139,6 +144,10 @@ class _Fork:
         except BaseException:
             self.end()
             raise
+
+    def in_background(self) -> None:
+        if self._pid is not None:
+            lower_priority(self._pid)
 
     def __del__(self) -> None:
         # After an interrupt, the owner may have no reference to this object any more, so that nothing else ends it.
