@@ -261,7 +261,7 @@ def _without_garbage_collector() -> Iterator[None]:
     """Disable Python's garbage collector within the context.
 
     Recordings have many objects but no reference cycles. Searching them for cycles takes a quarter of the planning
-    time. Afterwards, all objects are moved to the oldest generation, which only full collections search.
+    time. A session that has ended is in no cycle either, so that its recordings are freed at once.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -269,7 +269,4 @@ def _without_garbage_collector() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # `unfreeze` would also affect objects that the user's program has frozen
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()

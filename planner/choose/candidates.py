@@ -246,7 +246,8 @@ class Candidate:
 
     def choice(self, selection: Selection) -> Choice:
         """Returns the plan with the selected units, with the peak and the time that it promises."""
-        step_ns, predicted = self.step_ns + selection.cost_ns, Prediction(lambda: self._predicted(selection.units))
+        step_ns, units = self.step_ns + selection.cost_ns, self.units if selection.units else None
+        predicted = Prediction(functools.partial(_predicted_steps, self._graph, units, selection.units))
         return Choice(
             decisions=self.decisions(selection.units),
             peak_bytes=selection.peak_bytes,
@@ -256,16 +257,18 @@ class Candidate:
             prediction=None if self._gathers else self._predictions.setdefault(selection.units, predicted),
         )
 
-    def _predicted(self, selected: tuple[int, ...]) -> StepGraph:
-        return self.units.two_steps(self._graph, selected) if selected else two_selected_steps(self._graph, {}, ())
-
     def without_units(self) -> Selection:
         """Returns the selection that recomputes and offloads nothing."""
         return Selection(units=(), peak_bytes=self.peak_bytes, cost_ns=0, status="optimal", gap=0.0, seconds=0.0)
 
 
+def _predicted_steps(graph: StepGraph, units: Units | None, selected: tuple[int, ...]) -> StepGraph:
+    """Returns the predicted allocations of two steps with the selected units; `units` is None if none are selected."""
+    return two_selected_steps(graph, {}, ()) if units is None else units.two_steps(graph, selected)
+
+
 class Candidates:
-    """All candidates of a planning session. Each candidate is created once, when it is first asked for.
+    """The candidates with the same techniques. Each candidate is created once, when it is first asked for.
 
     Args:
         batch_bytes: size of the whole batch.
@@ -291,32 +294,6 @@ class Candidates:
         self._candidates: dict[tuple[tuple[Decision, ...], MicroBatching], Candidate] = {}
         self._programs = Programs()
         self._has_dropped = recordings.is_dropped
-        self._by_units = {(recompute, excluded): self}
-
-    def with_recompute(self, recompute: tuple[type[Decision], ...], excluded: frozenset[Excluded]) -> Candidates:
-        """Returns the candidates with another `recompute` and `excluded`. They share the recordings."""
-        key = recompute, excluded
-        if key not in self._by_units:
-            other = self._like_this(self._recordings, recompute, excluded)
-            self._by_units[key], other._by_units = other, self._by_units
-        return self._by_units[key]
-
-    def of_recordings(self, recordings: Recordings) -> Candidates:
-        """Returns the candidates of other recordings."""
-        return self._like_this(recordings, self._recompute, self._excluded)
-
-    def _like_this(
-        self, recordings: Recordings, recompute: tuple[type[Decision], ...], excluded: frozenset[Excluded]
-    ) -> Candidates:
-        return Candidates(
-            recordings,
-            self._card,
-            batch_bytes=self._batch_bytes,
-            watch=self._watch,
-            recompute=recompute,
-            excluded=excluded,
-            sharding=self._sharding,
-        )
 
     def prefetch(self, config: Config, splits: Iterable[MicroBatching], *, updates_only: bool = False) -> None:
         """Start the recordings that these candidates need, without waiting for them (`Recordings.prefetch`)."""

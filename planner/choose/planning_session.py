@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -87,8 +87,7 @@ class PlanningSession:
             certificates: rehearses rewritten steps.
             watch: limits the time of planning, and receives its progress; None for no limit.
         """
-        self.workload, self.card, self._budget = workload, card, budget
-        self.watch = watch or Watch()
+        self.workload, self.card, self._budget, self.watch = workload, card, budget, watch or Watch()
         self._plans: list[Certified] = []
         """Plans that were certified under this session's budget, whether they fit or not."""
         self._asked: Constraints | None = None
@@ -103,13 +102,10 @@ class PlanningSession:
             is_last_different=any(way.keeps_whole_gradients for way in workload.sharding),
             shortening=Shortening(runs_to_shorten(workload), start_shortened, lambda: self.baseline_graph),
         )
-        self._candidates = Candidates(
-            self.recordings,
-            card,
-            batch_bytes=workload.batch_bytes,
-            watch=self.watch,
-            sharding=workload.sharding,
-        )
+        self._finished_recordings = self.recordings
+        """The recordings, with the workspaces that plans promise."""
+        self._candidates: dict[Hashable, Candidates] = {}
+        """Candidates by the techniques that recompute or offload modules, and what these are not applied to."""
         self._only_fastest = True
         """False if convolutions whose workspace does not fit may run a slower algorithm, as in PyTorch."""
         self._start_forward = start_forward
@@ -126,15 +122,10 @@ class PlanningSession:
             constraints,
             batch_statistics=graph.batch_statistics,
             carried=self._carried if constraints.allow(Role.MICRO_BATCHING) else None,
-            values_needed=self._values_needed,
+            values_needed=next((text for text in graph.assumptions if ASSUMED_VALUES in text), None),
             why_no_samples=self._by_sample_check.why_not if constraints.allow(Role.MICRO_BATCHING) else None,
             chunks=loss_in_chunks(graph, self.workload.model, vram_bytes=self.budget.usable_bytes),
         )
-
-    @property
-    def _values_needed(self) -> str | None:
-        """Says where the step needs values of the batch; None if it does not."""
-        return next((text for text in self.baseline_graph.assumptions if ASSUMED_VALUES in text), None)
 
     @functools.cached_property
     def _carried(self) -> str | None:
@@ -151,18 +142,19 @@ class PlanningSession:
         if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
             return  # forced chunks follow from the baseline, and a forced step in backward excludes configurations
         space = self._first_space(constraints)
-        self._candidates.prefetch(space.precisions[-1], space.splits[:1])
+        self.recordings.prefetch(space.precisions[-1], space.splits[:1])
 
     def _first_space(self, constraints: Constraints) -> SearchSpace:
         """Returns the search space, without what depends on the baseline."""
         return search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
 
     def close(self) -> None:
-        """End the recordings and rehearsals that are still running."""
+        """End the recordings and rehearsals that are still running. The session cannot be used any more."""
         with interrupts_held_back():
             for part in (self.certificates, self.recordings, vars(self).get("_by_sample_check")):
                 if part is not None:
                     part.close()
+        vars(self).clear()  # functions that were handed out refer to the session, and it to all recordings
 
     def with_budget(self, total_bytes: int) -> PlanningSession:
         """Returns a session with `total_bytes` as the budget. It shares recordings, candidates and certificates."""
@@ -220,7 +212,7 @@ class PlanningSession:
         other = copy.copy(self)
         other._only_fastest = False
         least = self.recordings.finished_by(lambda graph: with_least_workspaces(self._with_workspaces(graph)))
-        other._candidates = self._candidates.of_recordings(least)
+        other._finished_recordings, other._candidates = least, {}
         other.__dict__.pop("baseline", None)
         return other
 
@@ -323,8 +315,18 @@ class PlanningSession:
 
     def candidates(self, space: SearchSpace) -> ChunkedCandidates:
         """Returns the candidates of a search space."""
-        candidates = self._candidates.with_recompute(space.recompute, self.searches.excluded())
-        return ChunkedCandidates(candidates, space.chunks)
+        key = recompute, excluded = space.recompute, self.searches.excluded()
+        if key not in self._candidates:
+            self._candidates[key] = Candidates(
+                self._finished_recordings,
+                self.card,
+                batch_bytes=self.workload.batch_bytes,
+                watch=self.watch,
+                recompute=recompute,
+                excluded=excluded,
+                sharding=self.workload.sharding,
+            )
+        return ChunkedCandidates(self._candidates[key], space.chunks)
 
     def _least_updates(self, frozen: bool) -> dict[bool, LeastUpdate]:
         """Return `Bounds.updates`. Times are 0 with a frozen prefix and for own steps."""
@@ -378,9 +380,10 @@ class PlanningSession:
     @functools.cached_property
     def lower_bound_bytes(self) -> Callable[[tuple[Decision, ...]], int]:
         """Returns for a configuration a lower bound in bytes on the peak of every plan with it."""
-        graph, state = self.baseline_graph, Category.OPTIMIZER_STATE
-        known = {"optimizer_peak_bytes": optimizer_peak_bytes(graph), "state_bytes": graph.bytes_of(state)}
-        return functools.cache(lambda config: lower_bound_bytes(self.workload, self._trained, **known, config=config))
+        workload, trained, graph = self.workload, self._trained, self.baseline_graph
+        peak_bytes, state_bytes = optimizer_peak_bytes(graph), graph.bytes_of(Category.OPTIMIZER_STATE)
+        known = {"optimizer_peak_bytes": peak_bytes, "state_bytes": state_bytes}
+        return functools.cache(lambda config: lower_bound_bytes(workload, trained, **known, config=config))
 
     def _slowest_ns(self, constraints: Constraints) -> float:
         allowed = constraints.max_slowdown

@@ -12,7 +12,6 @@ from planner import pipeline
 from planner.choose import planning_session
 from planner.choose.certificates import Certificates
 from planner.choose.chooser import Chooser
-from planner.choose.planning_session import PlanningSession
 from planner.choose.recordings import Recordings
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Decision, Precision
@@ -38,7 +37,7 @@ def same(plan: Plan, other: Plan) -> bool:
 @pytest.fixture(scope="module")
 def without_head_start() -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "rehearse_baseline", lambda session, constraints: session.expect(constraints))
+        patch.setattr(pipeline, "rehearse_baseline", lambda session, constraints, _: session.expect(constraints))
         return planned()
 
 
@@ -68,13 +67,14 @@ def test_the_certificate_is_begun_before_the_baseline_is_known(without_head_star
 
 
 def test_a_wrong_guess_changes_no_plan(without_head_start, monkeypatch):
-    begin, wrong = PlanningSession.begin_certificate, []
+    begin, wrong = Certificates.begin, []
 
-    def begin_another(self, choice):
-        wrong.append(dataclasses.replace(choice, decisions=(Precision(dtype="fp16"),)))
-        begin(self, wrong[0])
+    def begin_another(self, decisions):
+        if decisions:
+            wrong.append(decisions)
+        begin(self, (Precision(dtype="fp16"),) if decisions else ())
 
-    monkeypatch.setattr(PlanningSession, "begin_certificate", begin_another)
+    monkeypatch.setattr(Certificates, "begin", begin_another)
     assert same(planned(), without_head_start)
     assert wrong
 

@@ -99,6 +99,39 @@ def test_a_part_may_have_less_time_than_the_whole_but_not_more():
         watch.check()
 
 
+def test_each_check_does_the_work_that_is_to_be_done_meanwhile():
+    watch, done = Watch(seconds=60), []
+
+    def work() -> None:
+        watch.check()  # does not repeat the work
+        done.append("work")
+
+    with watch.meanwhile(work):
+        watch.check()
+        with watch.meanwhile(lambda: done.append("other work")):
+            watch.check()
+        watch.check()
+    watch.check()
+    assert done == ["work", "other work", "work"]
+
+
+def test_work_that_is_done_meanwhile_is_not_ended_by_the_time_limit_and_may_fail():
+    watch, done = Watch(seconds=60), []
+
+    def work() -> None:
+        watch.end()
+        watch.check()
+        done.append("work")
+        raise ValueError("the work fails")
+
+    with watch.meanwhile(work):
+        with pytest.raises(ValueError, match="the work fails"):
+            watch.check()
+        with pytest.raises(TimeIsUp):  # no work is begun when the time is up
+            watch.check()
+    assert done == ["work"]
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("2 min", 120), ("1.5h", 5400), ("7", 7), (0.5, 0.5)])
 def test_durations(text, seconds):
     assert parse_duration(text) == seconds
