@@ -27,7 +27,7 @@ from planner.recompute.failing import Excluded, setting_of
 from planner.recompute.programs import Program, Programs
 from planner.recompute.repeated_gathers import RepeatedGathers, gathered_once, repeated_gathers
 from planner.recompute.selected_step import two_selected_steps
-from planner.recompute.units import Units, units_of
+from planner.recompute.units import Units, checkpointable, units_of
 from planner.recording.step_graph import StepGraph
 from planner.search import milp
 from planner.search.problem import Selection
@@ -131,6 +131,10 @@ class Candidate:
     def units(self) -> Units:
         """The modules and segments that can be recomputed or offloaded."""
         return self._program.units
+
+    def modules(self) -> tuple[str, ...]:
+        """Returns the paths of the modules that may be checkpointed as a whole, without building the units."""
+        return checkpointable(self._graph, self._kinds, self._excluded)
 
     @property
     def search(self) -> milp.Search:

@@ -88,7 +88,7 @@ class Fallback:
         config = min(possible, key=guessing.lower_bound_bytes, default=None)
         if config is None or guessing.lower_bound_bytes(config) > guessing.budget.tensor_bytes:
             return
-        layers = _outermost_layers(guessing.workload.model, candidate.units.modules)
+        layers = _outermost_layers(guessing.workload.model, candidate.modules())
         if layers:
             self._choice = Choice(
                 decisions=(*config, whole_modules(layers)),

@@ -17,6 +17,7 @@ import planner
 from planner import rewrite
 from planner.cli.tradeoff_report import render_tradeoff
 from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
+from planner.recompute.units import checkpointable
 from planner.recording.saved_tensors import let_checkpoints_get_the_same_inputs
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.workload import workload
@@ -177,6 +178,15 @@ def graph():
 @pytest.fixture(scope="module")
 def offered(graph):
     return set(units(graph)[0].modules)
+
+
+@pytest.mark.parametrize("kinds", [(Checkpoint, Replay, Offload), (Checkpoint,), (Replay,)])
+def test_modules_that_may_be_checkpointed_are_known_without_the_units(graph, kinds):
+    known = checkpointable(graph, kinds, frozenset())
+    assert known == units(graph, kinds=kinds)[0].modules and bool(known) == (Checkpoint in kinds)
+    if known:
+        excluded = {(Checkpoint, known[0]), (Offload, known[-1])}
+        assert checkpointable(graph, kinds, excluded) == known[1:]
 
 
 @pytest.mark.parametrize("kind", STATEFUL)
