@@ -117,7 +117,7 @@ def test_it_is_the_plan_if_the_time_is_up(begun, monkeypatch):
     ("vram", "options"),
     [
         ("2GiB", {}),  # the step fits as it is
-        ("1MiB", {}),  # less than parameters, gradients and state take
+        ("5MiB", {"only": ("checkpoint", "step-in-backward")}),  # with all gradients, no plan fits
         (TIGHT[6], {"only": ("segment-checkpoint", "offload")}),
         (TIGHT[6], {"only": ("checkpoint", "accumulation"), "force": ("accumulation",)}),
     ],
