@@ -261,7 +261,7 @@ def _without_garbage_collector() -> Iterator[None]:
     """Disable Python's garbage collector within the context.
 
     Recordings have many objects but no reference cycles. Searching them for cycles takes a quarter of the planning
-    time. A session that has ended is in no cycle either, so that its recordings are freed at once.
+    time. A session that has been closed is not part of a cycle either, so that its recordings are freed at once.
     """
     was_enabled = gc.isenabled()
     gc.disable()

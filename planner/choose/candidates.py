@@ -272,7 +272,9 @@ def _predicted_steps(graph: StepGraph, units: Units | None, selected: tuple[int,
 
 
 class Candidates:
-    """The candidates with the same techniques. Each candidate is created once, when it is first asked for.
+    """All candidates that may use the same techniques (`recompute`, `excluded`).
+
+    Each candidate is created once, when it is first asked for.
 
     Args:
         batch_bytes: size of the whole batch.

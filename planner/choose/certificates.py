@@ -23,7 +23,7 @@ class Certificates:
 
     One that is only likely to be needed (`foresee`) is ended as soon as another one is more likely. One that is almost
     certainly needed (`begin`) runs on until its certificate is asked for. One that is useful but not needed
-    (`begin_in_background`) runs on, too, mostly while a core is idle.
+    (`begin_in_background`) has a low priority, and runs on until its certificate is asked for, or until `close`.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class Certificates:
         """
         Args:
             start: starts the rehearsal of a step.
-            start_in_background: starts a rehearsal with a low priority; None for `start`.
             finish: adds the workspaces of kernels to a recording, which does not contain them.
+            start_in_background: starts the rehearsal of a step with a low priority; if None, `start` is used.
         """
         self._start, self._finish = start, finish
         self._start_in_background = start_in_background or start
@@ -73,12 +73,12 @@ class Certificates:
             self._begun[decisions] = foreseen or self._start(decisions)
 
     def begin_in_background(self, decisions: tuple[Decision, ...]) -> None:
-        """Start a rehearsal that takes little time from others. It runs on until its certificate is asked for."""
+        """Start a rehearsal with a low priority. It runs on until its certificate is asked for, or until `close`."""
         if decisions not in self._cached:
             self._in_background[decisions] = self._start_in_background(decisions)
 
     def is_ready(self, decisions: tuple[Decision, ...]) -> bool:
-        """True if the certificate of decisions is known, so that nothing has to be waited for."""
+        """True if `of` returns the certificate of decisions without waiting. What `foresee` started does not count."""
         child = self._begun.get(decisions) or self._in_background.get(decisions)
         return decisions in self._cached or (child is not None and child.is_ready)
 
@@ -116,7 +116,10 @@ class Certificates:
         self._begun.clear()
 
     def _child(self, decisions: tuple[Decision, ...]) -> Running:
-        """Returns the rehearsal of decisions. If it was not begun, those that were begun for other decisions end."""
+        """Returns the rehearsal of decisions. If it was not begun, those that were begun for other decisions end.
+
+        Rehearsals in the background go on.
+        """
         for children in (self._begun, self._in_background):
             if decisions in children:
                 return children.pop(decisions)

@@ -36,10 +36,10 @@ _FRACTION = 0.2
 
 
 class Fallback:
-    """A plan that recomputes all layers of the model, and is certified while the search is still running.
+    """A plan that recomputes all layers that may be checkpointed, and is certified while the search is running.
 
-    It is reported as progress, and is the result of planning if the time is up before a faster plan is certified. Its
-    rehearsal mostly runs while a core is idle. It is not begun if the configuration that the search tries first fits
+    If it fits, it is reported as progress, and it is the result of planning if the time is up before a faster plan is
+    certified. Its rehearsal has a low priority. It is not begun if the configuration that the search tries first fits
     without recompute, because then the search is short, or if parameters, gradients and optimizer state alone take
     more than the budget.
     """
@@ -47,22 +47,27 @@ class Fallback:
     def __init__(self, session: PlanningSession, constraints: Constraints) -> None:
         self._session, self._constraints = session, constraints
         self._possible: tuple[PlanningSession, SearchSpace] | None = None
-        """The session and the search space from which the plan will be made; None before and after that."""
+        """The session and the search space from which the plan will be made; None before `prepare`, and once it is
+        decided whether the plan is made."""
         self._is_decided = False
-        """True as soon as it is known whether the plan is needed."""
+        """True once it is decided whether the plan is made."""
         self._choice: Choice | None = None
-        """The plan while it is being rehearsed; None before and after that."""
+        """The plan while it is being rehearsed; None otherwise."""
 
     def prepare(self, guessing: PlanningSession, space: SearchSpace) -> None:
-        """Set the session and the search space from which the plan will be made, unless it has been made."""
+        """Set the session and the search space from which the plan will be made.
+
+        Does nothing if that is decided already, or if the plan would need micro-batches, a frozen prefix or several
+        cards.
+        """
         must_split, must_freeze = space.splits[0].micro_batches > 1, self._constraints.force(Role.FREEZING)
         if not (self._is_decided or must_split or must_freeze or guessing.workload.sharding):
             self._possible = guessing, space
 
     def advance(self) -> None:
-        """Do what can be done without waiting: begin the rehearsal of the plan, or note it when it is rehearsed.
+        """Begin the rehearsal of the plan, or note the plan when its rehearsal is ready. Never waits.
 
-        Errors of planning are ignored, because the search does not need this plan.
+        A `PlannerError` is ignored, because the search does not need this plan.
         """
         with contextlib.suppress(PlannerError):
             if self._possible is not None:
@@ -72,7 +77,10 @@ class Fallback:
                 self._note(choice)
 
     def _decide(self, guessing: PlanningSession, space: SearchSpace) -> None:
-        """Begin the rehearsal, if the configuration that the search tries first is recorded and does not fit."""
+        """Begin the rehearsal if the configuration that the search tries first does not fit without recompute.
+
+        Does nothing as long as this configuration is not recorded.
+        """
         narrow = dataclasses.replace(space, precisions=space.precisions[-1:], updates=space.updates[:1])
         configs = tuple(Configurations(narrow))
         candidate = guessing.candidates(space).get(configs[0], space.splits[0]) if configs else None
@@ -82,7 +90,10 @@ class Fallback:
                 self._begin(guessing, candidate, narrow)
 
     def _begin(self, guessing: PlanningSession, candidate: Candidate, space: SearchSpace) -> None:
-        """Begin the rehearsal of all layers' recompute, in the configuration that needs the least memory."""
+        """Begin to rehearse the step that recomputes all layers, in the configuration with the smallest lower bound.
+
+        Does nothing if the lower bound on its peak exceeds the budget, or if no layer may be checkpointed.
+        """
         configurations = Configurations(space)
         possible = [config for config in configurations if not configurations.could_use_chunks(config)]
         config = min(possible, key=guessing.lower_bound_bytes, default=None)
@@ -102,7 +113,7 @@ class Fallback:
             self._session.certificates.begin_in_background(self._choice.decisions)
 
     def _note(self, choice: Choice) -> None:
-        """Note the certified plan, with the peak and the time of its certificate as its promise."""
+        """Certify the plan, and note it. Its promise is the peak and the time of its certificate."""
         certified = self._session.certify(choice)
         peak_bytes, step_ns = certified.measured.curve_bytes, certified.measured.footprint.step_ns
         choice = dataclasses.replace(certified.choice, peak_bytes=peak_bytes, step_ns=step_ns)
@@ -110,7 +121,7 @@ class Fallback:
 
 
 def _outermost_layers(model: torch.nn.Module, modules: Sequence[str]) -> list[str]:
-    """Returns those of the modules that are members of a list of layers, without those inside of other ones."""
+    """Returns the modules whose parent is a `ModuleList` or a `Sequential`, without those inside of another one."""
     containers = torch.nn.ModuleList, torch.nn.Sequential
     layers = [path for path in modules if path and isinstance(model.get_submodule(path.rpartition(".")[0]), containers)]
     return [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
@@ -123,7 +134,7 @@ def rehearse_baseline(session: PlanningSession, constraints: Constraints, fallba
     finished much earlier than the baseline.
 
     Args:
-        fallback: is prepared as soon as a recording shows what is possible.
+        fallback: is prepared as soon as a what-if recording shows what is possible, if recordings are shortened.
 
     Raises:
         StepError: the step cannot be rehearsed.

@@ -103,9 +103,9 @@ class PlanningSession:
             shortening=Shortening(runs_to_shorten(workload), start_shortened, lambda: self.baseline_graph),
         )
         self._finished_recordings = self.recordings
-        """The recordings, with the workspaces that plans promise."""
+        """Recordings with the workspaces that plans promise: of the fastest algorithms, or the smallest workspaces."""
         self._candidates: dict[Hashable, Candidates] = {}
-        """Candidates by the techniques that recompute or offload modules, and what these are not applied to."""
+        """All candidates, for each pair of techniques that they may use and modules that are excluded."""
         self._only_fastest = True
         """False if convolutions whose workspace does not fit may run a slower algorithm, as in PyTorch."""
         self._start_forward = start_forward
@@ -149,12 +149,12 @@ class PlanningSession:
         return search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
 
     def close(self) -> None:
-        """End the recordings and rehearsals that are still running. The session cannot be used any more."""
+        """End the recordings and rehearsals that are still running. After that, the session cannot be used."""
         with interrupts_held_back():
             for part in (self.certificates, self.recordings, vars(self).get("_by_sample_check")):
                 if part is not None:
                     part.close()
-        vars(self).clear()  # functions that were handed out refer to the session, and it to all recordings
+        vars(self).clear()  # breaks reference cycles: recordings hold functions that refer to this session
 
     def with_budget(self, total_bytes: int) -> PlanningSession:
         """Returns a session with `total_bytes` as the budget. It shares recordings, candidates and certificates."""

@@ -300,7 +300,7 @@ class Recordings:
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
-        """The runs of identical layers of which recordings have only a few; empty if all layers are recorded."""
+        """Runs of identical layers of which only a few layers are recorded; empty if all layers are recorded."""
         return self._shortening.runs
 
     @property

@@ -123,9 +123,10 @@ class Watch:
         self._is_ended = True
 
     def check(self) -> None:
-        """Report progress if the last report is a second old, and do the work of `meanwhile`.
+        """Report progress if the last report is a second old, and call the function that was given to `meanwhile`.
 
-        Raises `TimeIsUp` if the time limit is over. Inside the work of `meanwhile`, a check does nothing.
+        Raises `TimeIsUp` if the time limit is over. A check inside of that function does nothing, so that the time
+        limit does not end it.
         """
         self.is_checked = True
         if self._is_working:
@@ -186,7 +187,11 @@ class Watch:
 
     @contextlib.contextmanager
     def meanwhile(self, work: Callable[[], object]) -> Iterator[None]:
-        """Call `work` at each check inside the context: short work that can be done while a rehearsal is waited for."""
+        """Call `work` at each check inside the context, unless the time is up.
+
+        The work should be short and must not wait, since checks occur while the result of a rehearsal is waited for. An
+        error that it raises is raised by `check`.
+        """
         previous, self._work = self._work, work
         try:
             yield

@@ -140,7 +140,10 @@ CHECKPOINT = Checkpoint.kind
 
 
 def whole_modules(paths: Sequence[str]) -> Checkpoint:
-    """Returns the decision that recomputes all these modules as a whole, chosen by a library and not by the search."""
+    """Returns the decision that recomputes each of these modules as a whole.
+
+    It is for modules that the search does not choose: a library chooses them, or they are all layers of a model.
+    """
     return Checkpoint(modules=tuple(paths))
 
 
@@ -204,9 +207,10 @@ def units_of(
 
 
 def checkpointable(graph: StepGraph, kinds: Container[type[Decision]], excluded: Excluded) -> tuple[str, ...]:
-    """Returns `Units.modules` of the units of a what-if recording. This takes much less time than building the units.
+    """Returns the paths of the modules that may be checkpointed as a whole, without duplicates.
 
-    The arguments are those of `units_of`.
+    The result equals `Units.modules` and takes much less time, because no unit is built. The arguments are those of
+    `units_of`.
     """
     found = _candidates(graph, windows_of(graph), kinds, excluded)
     return tuple(module for module, segment in found if segment is None)

@@ -26,9 +26,9 @@ _START = (
     "main(int(sys.argv[2]))"
 )
 _SECONDS_BETWEEN_CHECKS = 0.2
-_LOW_PRIORITY = 5
-"""Niceness of a process of low priority. If a process of normal priority wants the same core, Linux gives it a quarter
-of the time."""
+_MORE_NICENESS = 5
+"""Number by which the niceness of a process is raised to lower its priority. On Linux, such a process gets about a
+quarter of a core that it shares with a process of normal priority."""
 _FROM_OUTSIDE = {
     getattr(signal, name, None) for name in ("SIGHUP", "SIGINT", "SIGKILL", "SIGQUIT", "SIGTERM", "SIGXCPU")
 }
@@ -101,7 +101,7 @@ class NewProcess:
             self.end()
 
     def in_background(self) -> None:
-        """Gives the process a low priority (`lower_priority`)."""
+        """Lowers the priority of the process (`lower_priority`)."""
         lower_priority(self._process.pid)
 
     @property
@@ -135,10 +135,13 @@ class NewProcess:
 
 
 def lower_priority(pid: int) -> None:
-    """Gives a process a low priority, so that it mostly runs while a core is idle. Does nothing on Windows."""
+    """Lowers the priority of a process, so that it takes little time from others.
+
+    Does nothing on Windows, or if the system does not allow it.
+    """
     if hasattr(os, "setpriority"):
-        with contextlib.suppress(OSError):  # the process has ended, or a sandbox has no priorities
-            os.setpriority(os.PRIO_PROCESS, pid, _LOW_PRIORITY)
+        with contextlib.suppress(OSError):  # the process has ended, or a sandbox does not allow it
+            os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid) + _MORE_NICENESS)
 
 
 def ended_from_outside(number: int) -> str | None:

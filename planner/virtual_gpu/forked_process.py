@@ -86,7 +86,7 @@ class Child:
         return self
 
     def in_background(self) -> Child:
-        """Gives the child a low priority, so that it mostly runs while a core is idle. Returns this child."""
+        """Lowers the priority of the child (`lower_priority`). Returns this child."""
         self._process.in_background()
         return self
 

@@ -192,7 +192,7 @@ def test_a_step_that_cannot_fit_without_recompute_is_not_rehearsed(foreseen):
     assert foreseen == []
 
 
-def test_what_runs_in_the_background_is_ended_by_nothing_but_the_end(begun):
+def test_only_close_ends_a_rehearsal_in_the_background(begun):
     made = certificates(begun)
     made.begin_in_background(BF16)
     made.foresee(FP16)
@@ -202,13 +202,13 @@ def test_what_runs_in_the_background_is_ended_by_nothing_but_the_end(begun):
     assert made.is_ready(BF16) and not made.is_ready(FP16)
     assert [(child.decisions, child.ended) for child in begun] == [(BF16, False), (FP16, True), ((), False)]
     assert made.of(BF16).decisions == BF16
-    made.begin_in_background(BF16)  # is known
+    made.begin_in_background(BF16)  # starts nothing: the certificate is cached
     made.begin_in_background(FP16)
     made.close()
     assert [(child.decisions, child.ended) for child in begun[3:]] == [(FP16, True)]
 
 
-def test_what_runs_in_the_background_has_a_way_to_start_of_its_own(begun):
+def test_a_rehearsal_in_the_background_is_started_by_its_own_function(begun):
     made = Certificates(None, lambda graph: graph, start_in_background=lambda decisions: Rehearsing(decisions, 1))
     made.begin_in_background(BF16)
     assert made.of(BF16).decisions == BF16

@@ -1,4 +1,4 @@
-"""While a search runs, a plan that recomputes all layers is certified: it is reported, and known if the time is up."""
+"""While a search runs, a plan that recomputes all layers is certified. It is the result if the time is up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 ROWS = 4096
 TIGHT = {6: "50MiB", 18: "120MiB"}
-"""By the number of layers, a budget for which some of the layers have to be recomputed."""
+"""Budgets in which some layers must be recomputed. Keys are the numbers of layers."""
 
 
 class Layer(torch.nn.Module):
@@ -92,7 +92,7 @@ def without_fallback(monkeypatch):
     return planned_without
 
 
-@pytest.mark.parametrize("layers", [6, 18])  # 18 are enough to record only a few of them
+@pytest.mark.parametrize("layers", [6, 18])  # with 18 layers, recordings have only a few of them
 def test_it_is_reported_before_the_search_ends_and_changes_no_plan(begun, without_fallback, layers):
     reports: list[Progress] = []
     plan = planned(layers, watch=Watch(report=reports.append))
@@ -104,7 +104,7 @@ def test_it_is_reported_before_the_search_ends_and_changes_no_plan(begun, withou
 
 
 def test_it_is_the_plan_if_the_time_is_up(begun, monkeypatch):
-    monkeypatch.setattr(Searches, "promised", lambda self, constraints: ())  # the search has found nothing by then
+    monkeypatch.setattr(Searches, "promised", lambda self, constraints: ())  # as if the search had found nothing
     watch = Watch(report=lambda progress: progress.best_total_bytes is not None and watch.end())
     plan = planned(6, watch=watch)
     assert plan.fits and plan.decisions == begun[0]
@@ -116,18 +116,18 @@ def test_it_is_the_plan_if_the_time_is_up(begun, monkeypatch):
 @pytest.mark.parametrize(
     ("vram", "options"),
     [
-        ("2GiB", {}),  # the step fits as it is
-        ("5MiB", {"only": ("checkpoint", "step-in-backward")}),  # with all gradients, no plan fits
-        (TIGHT[6], {"only": ("segment-checkpoint", "offload")}),
+        ("2GiB", {}),  # the unchanged step fits
+        ("5MiB", {"only": ("checkpoint", "step-in-backward")}),  # the fallback keeps all gradients, so it cannot fit
+        (TIGHT[6], {"only": ("segment-checkpoint", "offload")}),  # whole modules may not be checkpointed
         (TIGHT[6], {"only": ("checkpoint", "accumulation"), "force": ("accumulation",)}),
     ],
 )
-def test_it_is_not_begun_where_it_is_no_help(begun, vram, options):
+def test_it_is_not_begun_if_it_cannot_help(begun, vram, options):
     planned(6, vram, **options)
     assert begun == []
 
 
-def test_a_step_that_cannot_be_rehearsed_changes_no_plan(monkeypatch, without_fallback):
+def test_a_fallback_that_cannot_be_rehearsed_changes_no_plan(monkeypatch, without_fallback):
     asked: list[tuple[Decision, ...]] = []
 
     class Failing:
@@ -181,7 +181,7 @@ def test_a_session_that_has_ended_is_in_no_cycle():
         gc.enable()
 
 
-@pytest.mark.skipif(not hasattr(os, "getpriority"), reason="this system has no priorities of processes")
+@pytest.mark.skipif(not hasattr(os, "getpriority"), reason="this system has no process priorities")
 def test_its_process_has_a_low_priority(begun, monkeypatch):
     priorities = []
     is_ready = Certificates.is_ready

@@ -99,7 +99,7 @@ def test_a_part_may_have_less_time_than_the_whole_but_not_more():
         watch.check()
 
 
-def test_each_check_does_the_work_that_is_to_be_done_meanwhile():
+def test_each_check_calls_the_work_of_meanwhile():
     watch, done = Watch(seconds=60), []
 
     def work() -> None:
@@ -115,7 +115,7 @@ def test_each_check_does_the_work_that_is_to_be_done_meanwhile():
     assert done == ["work", "other work", "work"]
 
 
-def test_work_that_is_done_meanwhile_is_not_ended_by_the_time_limit_and_may_fail():
+def test_the_time_limit_does_not_end_the_work_of_meanwhile_and_its_error_is_raised():
     watch, done = Watch(seconds=60), []
 
     def work() -> None:
