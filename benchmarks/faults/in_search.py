@@ -97,6 +97,33 @@ FAULTS = (
         why="planning that ends early returns no plan, although the fallback fits and is certified",
     ),
     Fault(
+        name="fallback-hides-errors-of-the-users-function",
+        path="planner/choose/head_start.py",
+        old="                certified = self._certified(choice)\n",
+        new="                self._session.note(self._certified(choice), self._constraints)\n",
+        tests=("tests/choose/test_fallback.py::test_an_error_of_the_function_that_receives_progress_ends_planning",),
+        why="an error of the user's function that receives progress is lost",
+    ),
+    Fault(
+        name="fallback-checkpoints-inside-of-checkpoints",
+        path="planner/recompute/units.py",
+        old="if module not in nested)",
+        new="if module)",
+        tests=(
+            "tests/recompute/test_pitfalls.py"
+            "::test_modules_that_are_called_by_other_ones_are_not_checkpointed_together_with_them",
+        ),
+        why="modules inside of recomputed modules are recomputed twice",
+    ),
+    Fault(
+        name="fallback-is-rehearsed-twice",
+        path="planner/choose/certificates.py",
+        old="decisions in self._cached or decisions in self._begun or decisions in self._in_background",
+        new="decisions in self._cached or decisions in self._begun",
+        tests=("tests/choose/test_certificates.py::test_only_close_ends_a_rehearsal_in_the_background",),
+        why="the search begins the rehearsal of the fallback a second time",
+    ),
+    Fault(
         name="sessions-stay-in-cycles",
         path="planner/choose/planning_session.py",
         old="        vars(self).clear()",

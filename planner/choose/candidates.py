@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from planner.recompute.failing import Excluded, setting_of
 from planner.recompute.programs import Program, Programs
 from planner.recompute.repeated_gathers import RepeatedGathers, gathered_once, repeated_gathers
 from planner.recompute.selected_step import two_selected_steps
-from planner.recompute.units import Units, checkpointable, units_of
+from planner.recompute.units import Units, checkpointable, outermost, units_of
 from planner.recording.step_graph import StepGraph
 from planner.search import milp
 from planner.search.problem import Selection
@@ -132,9 +132,14 @@ class Candidate:
         """The modules and segments that can be recomputed or offloaded."""
         return self._program.units
 
-    def modules(self) -> tuple[str, ...]:
-        """Returns the paths of the modules that may be checkpointed as a whole, without building the units."""
-        return checkpointable(self._graph, self._kinds, self._excluded)
+    def modules_together(self, is_meant: Callable[[str], bool]) -> tuple[str, ...]:
+        """Returns the paths of modules that may all be checkpointed as a whole. No units are built.
+
+        Args:
+            is_meant: True for the path of a module that may be among them.
+        """
+        possible = checkpointable(self._graph, self._kinds, self._excluded)
+        return outermost(self._graph, [path for path in possible if is_meant(path)])
 
     @property
     def search(self) -> milp.Search:

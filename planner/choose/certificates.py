@@ -67,14 +67,14 @@ class Certificates:
 
         A rehearsal that `foresee` has started for other decisions ends.
         """
-        if decisions not in self._cached and decisions not in self._begun:
+        if not self._is_known(decisions):
             foreseen = self._foreseen(decisions)
             self.forget()
             self._begun[decisions] = foreseen or self._start(decisions)
 
     def begin_in_background(self, decisions: tuple[Decision, ...]) -> None:
         """Start a rehearsal with a low priority. It runs on until its certificate is asked for, or until `close`."""
-        if decisions not in self._cached:
+        if not self._is_known(decisions):
             self._in_background[decisions] = self._start_in_background(decisions)
 
     def is_ready(self, decisions: tuple[Decision, ...]) -> bool:
@@ -87,9 +87,8 @@ class Certificates:
 
         Nothing is started while a rehearsal that was begun is running: it would only take longer.
         """
-        is_known = decisions in self._cached or decisions in self._begun
         is_ahead = self._ahead is not None and self._ahead[0] == decisions
-        if is_known or is_ahead or not all(child.is_ready for child in self._begun.values()):
+        if self._is_known(decisions) or is_ahead or not all(child.is_ready for child in self._begun.values()):
             return
         self.forget()
         self._ahead = decisions, self._start(decisions)
@@ -109,6 +108,10 @@ class Certificates:
         self._end_begun()
         end_all(self._in_background.values())
         self._in_background.clear()
+
+    def _is_known(self, decisions: tuple[Decision, ...]) -> bool:
+        """True if the certificate is cached, or its rehearsal was begun and is not ended by `forget`."""
+        return decisions in self._cached or decisions in self._begun or decisions in self._in_background
 
     def _end_begun(self) -> None:
         self.forget()

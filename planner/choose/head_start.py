@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 
 from planner.choose.candidates import Candidate
 from planner.choose.choice import Choice
 from planner.choose.fitting import first_to_certify
-from planner.choose.planning_session import PlanningSession
+from planner.choose.planning_session import Certified, PlanningSession
 from planner.errors import PlannerError, StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Role, without_roles
@@ -31,6 +30,8 @@ from planner.recompute.units import whole_modules
 from planner.space.configurations import Configurations
 from planner.space.search_space import SearchSpace
 
+_CONTAINERS = torch.nn.ModuleList, torch.nn.Sequential
+"""Classes of modules whose members are layers."""
 _FRACTION = 0.2
 """Maximum fraction of the remaining time for the first search. The rehearsal of the baseline needs the rest."""
 
@@ -67,14 +68,17 @@ class Fallback:
     def advance(self) -> None:
         """Begin the rehearsal of the plan, or note the plan when its rehearsal is ready. Never waits.
 
-        A `PlannerError` is ignored, because the search does not need this plan.
+        A `PlannerError` of the rehearsal is ignored, because the search does not need this plan.
         """
+        certified: Certified | None = None
         with contextlib.suppress(PlannerError):
             if self._possible is not None:
                 self._decide(*self._possible)
             elif self._choice is not None and self._session.is_ready(self._choice):
                 choice, self._choice = self._choice, None
-                self._note(choice)
+                certified = self._certified(choice)
+        if certified is not None:  # the user's function that receives progress may raise errors, too
+            self._session.note(certified, self._constraints)
 
     def _decide(self, guessing: PlanningSession, space: SearchSpace) -> None:
         """Begin the rehearsal if the configuration that the search tries first does not fit without recompute.
@@ -99,7 +103,7 @@ class Fallback:
         config = min(possible, key=guessing.lower_bound_bytes, default=None)
         if config is None or guessing.lower_bound_bytes(config) > guessing.budget.tensor_bytes:
             return
-        layers = _outermost_layers(guessing.workload.model, candidate.modules())
+        layers = candidate.modules_together(lambda path: _is_layer(path, guessing.workload.model))
         if layers:
             self._choice = Choice(
                 decisions=(*config, whole_modules(layers)),
@@ -112,19 +116,17 @@ class Fallback:
             )
             self._session.certificates.begin_in_background(self._choice.decisions)
 
-    def _note(self, choice: Choice) -> None:
-        """Certify the plan, and note it. Its promise is the peak and the time of its certificate."""
+    def _certified(self, choice: Choice) -> Certified:
+        """Certify the plan. Its promise is the peak and the time of its certificate."""
         certified = self._session.certify(choice)
         peak_bytes, step_ns = certified.measured.curve_bytes, certified.measured.footprint.step_ns
         choice = dataclasses.replace(certified.choice, peak_bytes=peak_bytes, step_ns=step_ns)
-        self._session.note(dataclasses.replace(certified, choice=choice), self._constraints)
+        return dataclasses.replace(certified, choice=choice)
 
 
-def _outermost_layers(model: torch.nn.Module, modules: Sequence[str]) -> list[str]:
-    """Returns the modules whose parent is a `ModuleList` or a `Sequential`, without those inside of another one."""
-    containers = torch.nn.ModuleList, torch.nn.Sequential
-    layers = [path for path in modules if path and isinstance(model.get_submodule(path.rpartition(".")[0]), containers)]
-    return [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
+def _is_layer(path: str, model: torch.nn.Module) -> bool:
+    """True if the module at a path is a member of a `ModuleList` or a `Sequential`."""
+    return bool(path) and isinstance(model.get_submodule(path.rpartition(".")[0]), _CONTAINERS)
 
 
 def rehearse_baseline(session: PlanningSession, constraints: Constraints, fallback: Fallback) -> None:

@@ -216,6 +216,18 @@ def checkpointable(graph: StepGraph, kinds: Container[type[Decision]], excluded:
     return tuple(module for module, segment in found if segment is None)
 
 
+def outermost(graph: StepGraph, modules: Collection[str]) -> tuple[str, ...]:
+    """Returns those of the modules whose calls are not nested in calls of these modules, in the same order."""
+    chosen = set(modules)
+    nested = {
+        graph.calls[index].module
+        for index, call in enumerate(graph.calls)
+        if call.module in chosen
+        and any(outer != index and graph.calls[outer].module in chosen for outer in graph.enclosing(index))
+    }
+    return tuple(module for module in modules if module not in nested)
+
+
 def _candidates(
     graph: StepGraph, windows: dict[int, Window], kinds: Container[type[Decision]], excluded: Excluded
 ) -> dict[tuple[str, tuple[int, int] | None], list[int]]:

@@ -195,6 +195,9 @@ def test_a_step_that_cannot_fit_without_recompute_is_not_rehearsed(foreseen):
 def test_only_close_ends_a_rehearsal_in_the_background(begun):
     made = certificates(begun)
     made.begin_in_background(BF16)
+    made.foresee(BF16)
+    made.begin(BF16)
+    made.begin_in_background(BF16)
     made.foresee(FP16)
     assert made.of(()).decisions == ()
     assert not made.is_ready(BF16)

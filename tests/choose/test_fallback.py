@@ -147,6 +147,18 @@ def test_a_fallback_that_cannot_be_rehearsed_changes_no_plan(monkeypatch, withou
     assert asked == [()]
 
 
+def test_an_error_of_the_function_that_receives_progress_ends_planning(begun):
+    raised: list[Progress] = []
+
+    def report(progress: Progress) -> None:
+        if progress.best_total_bytes is not None and not raised:
+            raised.append(progress)
+            raise RehearsalError("enough")
+
+    with pytest.raises(RehearsalError, match="enough"):
+        planned(6, watch=Watch(report=report))
+
+
 def test_it_ends_with_the_session_if_it_is_not_ready(monkeypatch):
     ended: list[bool] = []
 

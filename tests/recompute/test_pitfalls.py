@@ -17,7 +17,7 @@ import planner
 from planner import rewrite
 from planner.cli.tradeoff_report import render_tradeoff
 from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
-from planner.recompute.units import checkpointable
+from planner.recompute.units import checkpointable, outermost
 from planner.recording.saved_tensors import let_checkpoints_get_the_same_inputs
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.workload import workload
@@ -187,6 +187,28 @@ def test_modules_that_may_be_checkpointed_are_known_without_the_units(graph, kin
     if known:
         excluded = {(Checkpoint, known[0]), (Offload, known[-1])}
         assert checkpointable(graph, kinds, excluded) == known[1:]
+
+
+class Sharing(torch.nn.Module):
+    """The second module calls the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH)])
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.ReLU(), self.shared[0]) for _ in range(2))
+        self.last = torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).mean()
+
+
+def test_modules_that_are_called_by_other_ones_are_not_checkpointed_together_with_them():
+    graph = what_if(workload(Sharing(), torch.zeros(64, WIDTH)))
+    modules = ("shared.0", "layers.0", "layers.1", "last")
+    assert outermost(graph, modules) == ("layers.0", "layers.1", "last")
+    assert outermost(graph, modules[:1]) == ("shared.0",)
 
 
 @pytest.mark.parametrize("kind", STATEFUL)
