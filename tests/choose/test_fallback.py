@@ -15,7 +15,7 @@ from planner.choose.chooser import Chooser
 from planner.choose.head_start import Fallback
 from planner.choose.planning_session import PlanningSession
 from planner.choose.searches import Searches
-from planner.errors import RehearsalError
+from planner.errors import PlannerError, RehearsalError
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.decisions import Checkpoint
@@ -153,9 +153,9 @@ def test_an_error_of_the_function_that_receives_progress_ends_planning(begun):
     def report(progress: Progress) -> None:
         if progress.best_total_bytes is not None and not raised:
             raised.append(progress)
-            raise RehearsalError("enough")
+            raise PlannerError("enough")
 
-    with pytest.raises(RehearsalError, match="enough"):
+    with pytest.raises(PlannerError, match="enough"):
         planned(6, watch=Watch(report=report))
 
 
