@@ -124,6 +124,17 @@ FAULTS = (
         why="the search begins the rehearsal of the fallback a second time",
     ),
     Fault(
+        name="tradeoff-without-small-budgets",
+        path="planner/choose/pareto_front.py",
+        old="    if smallest is None or not is_smallest:\n",
+        new="    if smallest is None:\n",
+        tests=(
+            "tests/choose/test_pareto_front.py"
+            "::test_if_the_smallest_plan_is_not_found_in_time_smaller_budgets_are_searched",
+        ),
+        why="if the smallest plan is not found in time, the rest of the time is left unused",
+    ),
+    Fault(
         name="sessions-stay-in-cycles",
         path="planner/choose/planning_session.py",
         old="        vars(self).clear()",

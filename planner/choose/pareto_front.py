@@ -135,8 +135,8 @@ def _search_budgets(
             found.add(budgeted.best_known(constraints))
             raise
     smallest, is_smallest = _smallest(session, constraints, seconds=descending)
-    if smallest is None:
-        answers[0] = None
+    if smallest is None or not is_smallest:
+        answers[0] = None  # smaller budgets are searched, too
     found.add(smallest)
     # Rectangle elimination. More memory is never slower: if the answer for a smaller budget is faster, it counts here.
     peaks = [choice.peak_bytes for choice in answers.values() if choice is not None]

@@ -68,7 +68,8 @@ def _verdict(tradeoff: Tradeoff) -> Text:
         return Text("No plan is within the allowed slowdown (--max-slowdown).", style="bold red")
     if tradeoff.vram_bytes is None:
         smallest = tradeoff.points[-1].peak.total_bytes
-        return Text(f"The smallest plan takes {format_size(smallest)} in total.", style="bold")
+        found = "" if tradeoff.complete else " that was found in time"
+        return Text(f"The smallest plan{found} takes {format_size(smallest)} in total.", style="bold")
     budget = format_size(tradeoff.vram_bytes)
     if tradeoff.chosen is None:
         needed = format_size(min(plan.peak.total_bytes for plan in tradeoff.points))

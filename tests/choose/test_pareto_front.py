@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import planner
+from planner.choose import fitting
 from planner.cli import main
 from planner.cli.tradeoff_svg import front_svg
 from planner.errors import DecisionError, TimeLimitError
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB
+from planner.progress import TimeIsUp
 from planner.rewrite import certify
 from planner.workload import cards
 
@@ -124,6 +126,18 @@ def test_with_little_time_certified_plans_are_there_and_the_rest_is_said_to_be_m
     assert found.points and all(plan.certified for plan in found.points)
     assert found.complete or len(found.points) <= len(exact.points)
     assert found.points[0].peak == exact.points[0].peak
+
+
+def test_if_the_smallest_plan_is_not_found_in_time_smaller_budgets_are_searched(exact, folder, monkeypatch, capsys):
+    def late(session, space, constraints):
+        raise TimeIsUp
+
+    monkeypatch.setattr(fitting, "smallest", late)
+    found = traded()
+    assert not found.complete
+    assert found.points[-1].peak.total_bytes < 0.7 * exact.baseline.total_bytes
+    _, text, _ = run("--tradeoff", capsys=capsys)
+    assert "The smallest plan that was found in time takes" in " ".join(text.split())
 
 
 def test_with_no_time_it_says_that_nothing_was_certified():
