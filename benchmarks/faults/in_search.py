@@ -124,6 +124,22 @@ FAULTS = (
         why="the search begins the rehearsal of the fallback a second time",
     ),
     Fault(
+        name="plans-of-wrong-recordings-are-known",
+        path="planner/choose/planning_session.py",
+        old="known = [*self._plans[self.recordings.is_dropped], *(",
+        new="known = [*self._plans[False], *(",
+        tests=("tests/choose/test_fallback.py::test_plans_that_follow_from_wrong_recordings_are_forgotten",),
+        why="when the time is up, a plan is returned that may recompute a module which must not run twice",
+    ),
+    Fault(
+        name="fallback-of-wrong-recordings-is-noted",
+        path="planner/choose/head_start.py",
+        old="            self._possible = self._choice = None\n",
+        new="            pass\n",
+        tests=("tests/choose/test_fallback.py::test_it_is_not_noted_after_recordings_were_dropped",),
+        why="when the time is up, the fallback is returned although it may recompute a module which must not run twice",
+    ),
+    Fault(
         name="tradeoff-without-small-budgets",
         path="planner/choose/pareto_front.py",
         old="    if smallest is None or not is_smallest:\n",

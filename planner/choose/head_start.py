@@ -70,6 +70,8 @@ class Fallback:
 
         A `PlannerError` of the rehearsal is ignored, because the search does not need this plan.
         """
+        if self._session.recordings.is_dropped:  # they may have shown wrongly which layers may be checkpointed
+            self._possible = self._choice = None
         certified: Certified | None = None
         with contextlib.suppress(PlannerError):
             if self._possible is not None:

@@ -88,8 +88,8 @@ class PlanningSession:
             watch: limits the time of planning, and receives its progress; None for no limit.
         """
         self.workload, self.card, self._budget, self.watch = workload, card, budget, watch or Watch()
-        self._plans: list[Certified] = []
-        """Plans that were certified under this session's budget, whether they fit or not."""
+        self._plans: dict[bool, list[Certified]] = {False: [], True: []}
+        """Plans that were certified under this budget, from before and after recordings were dropped as wrong."""
         self._asked: Constraints | None = None
         """The constraints whose plans are reported as progress; None if none are."""
         self._guessed_trained: tuple[str, ...] | None = None
@@ -168,7 +168,7 @@ class PlanningSession:
     def _copy(self) -> PlanningSession:
         """Returns a session without plans, which shares recordings, candidates and certificates."""
         other = copy.copy(self)
-        other._plans, other._asked = [], None
+        other._plans, other._asked = {False: [], True: []}, None
         other.__dict__.pop("baseline", None)
         return other
 
@@ -275,20 +275,20 @@ class PlanningSession:
 
     def note(self, certified: Certified, constraints: Constraints) -> None:
         """Note a certified plan of the search, so that it is known if the time is up, and report it if it is better."""
-        self._plans.append(certified)
+        self._plans[self.recordings.is_dropped].append(certified)
         if constraints == self._asked and certified.measured.fits and self.quick_enough(certified, constraints):
             footprint, baseline = certified.measured.footprint, self.baseline.measured.footprint
             self.watch.found(footprint.total_bytes, footprint.step_ns / max(baseline.step_ns, 1))
 
     def best_known(self, constraints: Constraints) -> Certified | None:
         """Returns the fastest certified plan that fits, or the baseline if it fits; None if no such plan is known."""
-        known = [*self._plans, *(() if constraints.forced else (self.baseline,))]
+        known = [*self._plans[self.recordings.is_dropped], *(() if constraints.forced else (self.baseline,))]
         fitting = [plan for plan in known if plan.measured.fits and self.quick_enough(plan, constraints)]
         return min(fitting, key=lambda plan: (plan.measured.footprint.step_ns, plan.choice.rank), default=None)
 
     def smallest_known(self) -> Certified:
         """Returns the smallest certified plan so far, or the baseline, under the smallest budget in which it runs."""
-        known = (*self._plans, self.baseline)
+        known = (*self._plans[self.recordings.is_dropped], self.baseline)
         return self.measure_at_smallest_budget(min(known, key=lambda plan: plan.measured.curve_bytes))
 
     def chooser(self, space: SearchSpace, constraints: Constraints) -> Chooser:

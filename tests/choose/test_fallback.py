@@ -159,6 +159,38 @@ def test_an_error_of_the_function_that_receives_progress_ends_planning(begun):
         planned(6, watch=Watch(report=report))
 
 
+def test_plans_that_follow_from_wrong_recordings_are_forgotten(begun, monkeypatch):
+    noted, note = [], PlanningSession.note
+
+    def noting(self, certified, constraints):
+        note(self, certified, constraints)
+        if certified.choice.decisions == begun[0]:
+            before = self.best_known(constraints)
+            self.recordings._shortening.is_dropped = True
+            after = self.best_known(constraints)
+            self.recordings._shortening.is_dropped = False
+            noted.append((before, after))
+
+    monkeypatch.setattr(PlanningSession, "note", lambda *of: noting(*of) if begun else note(*of))
+    planned(6)
+    ((before, after),) = noted
+    assert before.choice.decisions == begun[0] and after is None
+
+
+def test_it_is_not_noted_after_recordings_were_dropped(begun, monkeypatch):
+    decide, noted, note = Fallback._decide, [], PlanningSession.note
+
+    def decide_and_drop(self, guessing, space):
+        decide(self, guessing, space)
+        if begun:
+            guessing.recordings._shortening.is_dropped = True
+
+    monkeypatch.setattr(Fallback, "_decide", decide_and_drop)
+    monkeypatch.setattr(PlanningSession, "note", lambda self, plan, of: noted.append(plan) or note(self, plan, of))
+    planned(6)
+    assert begun and not any(plan.choice.decisions == begun[0] for plan in noted)
+
+
 def test_it_ends_with_the_session_if_it_is_not_ready(monkeypatch):
     ended: list[bool] = []
 
