@@ -25,7 +25,7 @@ FAULTS = (
     ),
     Fault(
         name="lengthened-with-the-buckets-of-a-few-layers",
-        path="planner/choose/shortening.py",
+        path="planner/derive/shortening.py",
         old="    if any(way.divides_parameters_by == 1 for way in workload.sharding):",
         new="    if not workload.sharding and workload.batch_size == 0:",
         tests=("tests/derive/test_lengthen.py::test_recordings_with_buckets_of_gradients_have_all_layers",),
@@ -33,7 +33,7 @@ FAULTS = (
     ),
     Fault(
         name="lengthened-under-fsdp2-as-on-one-card",
-        path="planner/choose/shortening.py",
+        path="planner/derive/shortening.py",
         old="layer_runs(workload.model, KEPT_WHEN_GATHERED if is_gathered else KEPT)",
         new="layer_runs(workload.model, KEPT)",
         tests=("tests/derive/test_lengthen.py::test_a_recording_under_fsdp2_is_lengthened[llama-fsdp-micro-batches]",),
@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault(
         name="lengthened-whatever-the-baseline-shows",
-        path="planner/choose/shortening.py",
+        path="planner/derive/shortening.py",
         old="            is_same_step(with_all_layers(few, self.runs), whole) for few, whole in steps",
         new="            with_all_layers(few, self.runs) is not None for few, whole in steps",
         tests=(_SEEN,),
@@ -57,7 +57,7 @@ FAULTS = (
     ),
     Fault(
         name="lengthened-whatever-the-first-step-shows",
-        path="planner/choose/shortening.py",
+        path="planner/derive/shortening.py",
         old="        if full.ops_differ or short.ops_differ:",
         new="        if full.ops_differ and short.ops_differ:",
         tests=(f"{_SEEN}[more ops in its first call]",),
@@ -206,7 +206,7 @@ FAULTS = (
     ),
     Fault(
         name="lengthened-with-other-updates",
-        path="planner/choose/shortening.py",
+        path="planner/derive/shortening.py",
         old="    return all(other == first for other in others)\n",
         new="    return bool(others)\n",
         tests=(

@@ -46,16 +46,9 @@ class Certificates:
         self._ahead: tuple[tuple[Decision, ...], Running] | None = None
         """Decisions and process of the rehearsal that was started by `foresee`; None if there is none."""
 
-    def of(self, decisions: tuple[Decision, ...], *, then: tuple[Decision, ...] | None = None) -> StepGraph:
-        """Returns the certificate of `decisions`, from the cache or by a rehearsal.
-
-        Args:
-            then: decisions whose certificate will be needed next; None if they are not known. Their rehearsal is
-                started before the certificate of `decisions` is waited for.
-        """
+    def of(self, decisions: tuple[Decision, ...]) -> StepGraph:
+        """Returns the certificate of `decisions`, from the cache or by a rehearsal."""
         child = None if decisions in self._cached else self._child(decisions)
-        if then is not None:
-            self.foresee(then)
         graph = self._cached.pop(decisions) if child is None else self._finish(child.result())
         self._cached[decisions] = graph
         while len(self._cached) > 1 and sum(len(graph.ops) for graph in self._cached.values()) > _MOST_OPS:
@@ -73,9 +66,12 @@ class Certificates:
             self._begun[decisions] = foreseen or self._start(decisions)
 
     def begin_in_background(self, decisions: tuple[Decision, ...]) -> None:
-        """Start a rehearsal with a low priority. It runs on until its certificate is asked for, or until `close`."""
+        """Start a rehearsal with a low priority. It runs on until its certificate is asked for, or until `close`.
+
+        If `foresee` has started a rehearsal for the same decisions, that one runs on instead.
+        """
         if not self._is_known(decisions):
-            self._in_background[decisions] = self._start_in_background(decisions)
+            self._in_background[decisions] = self._foreseen(decisions) or self._start_in_background(decisions)
 
     def is_ready(self, decisions: tuple[Decision, ...]) -> bool:
         """True if `of` returns the certificate of decisions without waiting. What `foresee` started does not count."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from planner.estimate.footprint import predicted_missing_bytes
-from planner.plan_types.decision_base import Decision, fidelity_of
+from planner.plan_types.decision_base import Decision, Role, fidelity_of, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
 from planner.space.configurations import Config
@@ -56,6 +56,11 @@ class Choice:
     """Predicts how many bytes the plan lacks, before the plan is rehearsed. None if there is no prediction."""
     passed_over: Choice | None = None
     """A choice that is faster by less than the factor `TIE`, but less faithful or with more decisions."""
+
+    @property
+    def rehearsed(self) -> tuple[Decision, ...]:
+        """The decisions that are rehearsed: all but the options of the allocator, which a rehearsal does not have."""
+        return without_roles(self.decisions, Role.ALLOCATOR)
 
     @property
     def rank(self) -> tuple[int, int, int]:

@@ -116,8 +116,10 @@ class Chooser:
 
         Args:
             budget: maximum peak in bytes: one number for all configurations, or a function of the configuration.
-            below_ns: only plans that take less time, in nanoseconds, are considered.
+            below_ns: only plans that take less time, in nanoseconds, are considered, because a plan that takes this
+                time is known to fit. Infinite if none is known.
         """
+        self._is_hopeful |= below_ns < math.inf
         budget_of = budget if callable(budget) else lambda config: budget
         return self._or_without_chunks(lambda: self._fastest(budget_of, min(self._above_ns, below_ns)))
 

@@ -196,20 +196,17 @@ def repeated_if_dropped(session: PlanningSession, search: Callable[[], T]) -> T:
                 return result
 
 
-def certify(session: PlanningSession, choice: Choice, *, then: Choice | None = None) -> Certified:
+def certify(session: PlanningSession, choice: Choice) -> Certified:
     """Return a choice with its certificate. The search has to be called by `repeated_if_dropped`.
 
     If the rewritten step cannot be rehearsed because it recomputes or offloads some modules, the technique is left out
     of later searches for modules like these (`Searches.leave_out`), and the present search ends.
 
-    Args:
-        then: the choice that will be certified next.
-
     Raises:
         StepError: a step that recomputes and offloads nothing cannot be rehearsed.
     """
     try:
-        return session.certify(choice, then=then)
+        return session.certify(choice)
     except StepError as error:
         failed = _failed(session, choice, error)
         if not failed:
@@ -324,7 +321,7 @@ def smallest(session: PlanningSession, space: SearchSpace, constraints: Constrai
     """
     session.watch.stage("searching for the smallest plan")
     smallest = session.measure_at_smallest_budget(
-        certify_found(session, lambda: _smallest_promise(session, space, constraints))
+        certify_found(session, lambda: smallest_promise(session, space, constraints))
     )
     session.note(smallest, constraints)
     # If slack is a large part of the total, a faster plan with a larger promise may need no more memory, or even less.
@@ -354,7 +351,7 @@ def smallest(session: PlanningSession, space: SearchSpace, constraints: Constrai
     return smallest
 
 
-def _smallest_promise(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Choice:
+def smallest_promise(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Choice:
     """Returns the choice with the smallest promised peak. The loss may be in the maximum number of chunks.
 
     Among equal peaks, the choice with the number of chunks that follows from the budget is returned.

@@ -24,7 +24,7 @@ from planner.choose.fitting import first_to_certify
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.errors import PlannerError, StepError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Role, without_roles
+from planner.plan_types.decision_base import Role
 from planner.progress import TimeIsUp
 from planner.recompute.units import whole_modules
 from planner.space.configurations import Configurations
@@ -162,7 +162,7 @@ def rehearse_baseline(session: PlanningSession, constraints: Constraints, fallba
             fallback.prepare(guessing, space)
             choice = first_to_certify(guessing, space, constraints)
             if choice is not None and choice.decisions:
-                session.certificates.begin(without_roles(choice.decisions, Role.ALLOCATOR))
+                session.certificates.begin(choice.rehearsed)
     recordings.begin_comparison()  # unless it was begun
     _ = session.baseline_graph
     recordings.confirm()

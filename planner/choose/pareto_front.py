@@ -5,7 +5,11 @@ answer for every budget from `p` to the budget of its search. For budgets from t
 the answer is not known: there is an unknown rectangle, as wide as these budgets (in bytes) and as high as the ratio of
 the step times at its two sides. The next search is in the middle of the rectangle with the largest area, until all
 rectangles are narrow or time runs out (rectangle elimination: Payne and Polak 1980, IEEE Transactions on Automatic
-Control 25, 3). So the front is rough early and fine later. Then every plan is certified, and measured under the
+Control 25, 3). So the front is rough early and fine later.
+
+The smaller the budget, the longer a search takes. So the budgets are first searched down to the smallest plan with the
+fastest precision and without micro-batches, which is quickly found, and then down to the smallest plan of all. While
+the search goes on, the plans that it has found are certified in other processes, and each of them is measured under the
 smallest budget in which it runs.
 
 Where it is not exact: a promise leaves out the allocator's slack, with which a chosen plan may be larger than another
@@ -18,15 +22,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
+import time
 
 from planner.choose import fitting
+from planner.choose.background_certification import BackgroundCertification
 from planner.choose.choice import Choice
 from planner.choose.planning_session import Certified, PlanningSession
-from planner.errors import DecisionError
+from planner.errors import DecisionError, PlannerError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Role
 from planner.progress import TimeIsUp
-from planner.space.search_space import SearchSpace
 
 _STEP = 1 / 12
 """A rectangle is narrow, and not searched, if its width is at most this fraction of the front's width (in bytes).
@@ -37,10 +43,8 @@ _STEEPEST = 4
 """Maximum ratio of step times of a rectangle: larger ratios count as this one."""
 _ALIKE = 1.01
 """Between two plans whose step times have at most this ratio, no other plan is searched."""
-_SEARCHING = 0.6
-"""Fraction of the time limit for searching plans; the remaining time is for certificates."""
-_DESCENDING = 0.3
-"""Fraction of the time limit after which the smallest plan found so far is accepted."""
+_MOST_UNFINISHED = 3
+"""A further budget is searched only if at most this number of plans are being certified or wait for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,22 +55,6 @@ class Front:
     """The plans in this order, each measured under the smallest budget in which it runs."""
     complete: bool
     """False if time ran out: other plans may exist between the plans in `points`."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Found:
-    """The plans that the search for the front has found so far."""
-
-    answers: dict[int, Choice | None] = dataclasses.field(default_factory=dict)
-    """By searched budget in bytes of tensors, the fastest choice; None if no plan fits."""
-    points: list[Certified] = dataclasses.field(default_factory=list)
-    """Certified plans, each measured under a budget in which it runs."""
-
-    def add(self, point: Certified | None) -> None:
-        """Add a certified plan, which is also the answer for the budget of its own size."""
-        if point is not None:
-            self.points.append(point)
-            self.answers[point.choice.peak_bytes] = point.choice
 
 
 def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int | None) -> Front:
@@ -88,100 +76,142 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
             "the trade-off of memory against time cannot be computed with freeze forced, because each frozen prefix of "
             "the model has a trade-off of its own: do not force freeze"
         )
-    total_bytes(session.baseline)  # recorded before the time for the search is shared out
-    found = _Found()
-    is_complete = fitting.repeated_if_dropped(session, lambda: _search(session, constraints, vram_bytes, found))
+    began = time.monotonic()
+    total_bytes(session.baseline)  # recorded before the search begins, to know how long a rehearsal takes
+    seconds = time.monotonic() - began
+    points: list[Certified] = []
+
+    def search() -> bool:
+        if session.recordings.is_dropped:  # what was found with them may recompute what it must not
+            points.clear()
+        return _search(session, constraints, vram_bytes, BackgroundCertification(session, 2 * seconds), points)
+
+    is_complete = fitting.repeated_if_dropped(session, search)
     if not is_complete and not constraints.forced:
-        found.points.append(session.baseline)
-    points = _undominated([point for point in found.points if session.quick_enough(point, constraints)])
-    if not points and not is_complete:
+        points.append(session.baseline)
+    kept = _undominated([point for point in points if session.quick_enough(point, constraints)])
+    if not kept and not is_complete:
         raise TimeIsUp
-    return Front(points=points, complete=is_complete)
+    return Front(points=kept, complete=is_complete)
 
 
-def _search(session: PlanningSession, constraints: Constraints, vram_bytes: int | None, found: _Found) -> bool:
-    """Search budgets and certify what was found. Returns True if the time was enough for both."""
-    found.answers.clear()
-    is_complete, seconds = False, session.watch.left_seconds
-    with contextlib.suppress(TimeIsUp), session.watch.at_most(_SEARCHING * seconds):
-        is_complete = _search_budgets(session, constraints, vram_bytes, found, _DESCENDING * seconds)
-    try:
-        _certify(session, found)
-    except TimeIsUp:
-        return False
+def _search(
+    session: PlanningSession,
+    constraints: Constraints,
+    vram_bytes: int | None,
+    certification: BackgroundCertification,
+    points: list[Certified],
+) -> bool:
+    """Search budgets and certify what is found. Returns True if the time was enough for both.
+
+    Args:
+        points: receives the certified plans, also if the time is up.
+    """
+    is_complete, watch = False, session.watch
+    with contextlib.closing(certification), watch.meanwhile(certification.advance):
+        try:
+            with contextlib.suppress(TimeIsUp), watch.leaving(lambda: certification.seconds_left):
+                _search_budgets(session, constraints, vram_bytes, certification, points)
+                is_complete = True
+            certification.wait()
+        except TimeIsUp:
+            is_complete = False
+        finally:
+            points += certification.points
     return is_complete
 
 
 def _search_budgets(
-    session: PlanningSession, constraints: Constraints, vram_bytes: int | None, found: _Found, descending: float
-) -> bool:
-    """Search the two ends of the front, the user's budget, and then budgets between the two ends.
+    session: PlanningSession,
+    constraints: Constraints,
+    vram_bytes: int | None,
+    certification: BackgroundCertification,
+    points: list[Certified],
+) -> None:
+    """Search the largest budget, the user's budget, and then smaller budgets until the smallest plan is found.
 
     Args:
-        found: receives the plans, also if the time is up.
-        descending: time in seconds after which the smallest plan found so far is accepted.
+        points: receives the plans that are certified by the search.
 
-    Returns:
-        True if no budget is left to search.
+    Raises:
+        TimeIsUp: the time is up.
     """
+    answers = _Answers(session, constraints, certification)
     largest_bytes = max(total_bytes(session.baseline), vram_bytes or 0)
-    answers = found.answers
-    answers[session.with_budget(largest_bytes).budget.tensor_bytes] = _fastest(session, constraints, largest_bytes)
+    answers.search(session.with_budget(largest_bytes).budget.allocator_bytes)
     if vram_bytes is not None:
         budgeted = session.with_budget(vram_bytes)
         try:
-            found.add(fitting.best(budgeted, budgeted.search_space(constraints), constraints))
+            point = fitting.best(budgeted, budgeted.search_space(constraints), constraints)
         except TimeIsUp:
-            found.add(budgeted.best_known(constraints))
+            points += filter(None, [budgeted.best_known(constraints)])
             raise
-    smallest, is_smallest = _smallest(session, constraints, seconds=descending)
-    if smallest is None or not is_smallest:
-        answers[0] = None  # smaller budgets are searched, too
-    found.add(smallest)
-    # Rectangle elimination. More memory is never slower: if the answer for a smaller budget is faster, it counts here.
-    peaks = [choice.peak_bytes for choice in answers.values() if choice is not None]
-    narrow_bytes = _STEP * (max(peaks, default=0) - min(answers))
-    while (asked_bytes := _widest(answers, narrow_bytes)) is not None:
+        if point is not None:
+            points.append(point)
+            answers.known[point.choice.peak_bytes] = point.choice
+    budgeted = _with_smallest_budget(session, constraints)
+    space = budgeted.search_space(constraints)
+    part = dataclasses.replace(space, precisions=space.precisions[-1:], splits=space.splits[:1])
+    with contextlib.suppress(PlannerError):  # the search in the whole space raises it again
+        answers.add(budgeted.chooser(part, constraints).smallest())
+    answers.search_between()
+    answers.search(min(answers.known))
+    session.watch.stage("searching for the smallest plan")
+    answers.add(fitting.smallest_promise(budgeted, space, constraints))
+    answers.search_between()
+    # With slack, the plan with the smallest promise may be neither the smallest nor the fastest one of its size.
+    smallest = fitting.smallest(budgeted, space, constraints)
+    if smallest.choice.decisions or not constraints.forced:
+        points += [smallest, _no_larger(session, constraints, smallest)]
+
+
+class _Answers:
+    """Searches the fastest plans for budgets. The budgets and promises are in bytes of tensors."""
+
+    def __init__(
+        self, session: PlanningSession, constraints: Constraints, certification: BackgroundCertification
+    ) -> None:
+        """
+        Args:
+            certification: certifies the plans that are found.
+        """
+        self._session, self._constraints, self._certification = session, constraints, certification
+        self.known: dict[int, Choice | None] = {}
+        """By searched budget, the fastest choice; None if no plan fits."""
+
+    def search(self, budget_bytes: int) -> None:
+        """Search the fastest plan for a budget."""
+        session, constraints = self._session, self._constraints
         session.watch.check()
-        session.watch.stage(f"searching between budgets, {len(answers)} searched")
-        below = answers.get(max((size for size in answers if size < asked_bytes), default=0))
-        answers[asked_bytes] = _faster(_fastest(session, constraints, asked_bytes + session.card.context_bytes), below)
-    # Search the smallest total again: with slack, another plan may be the fastest there.
-    if smallest is not None:
-        found.points.append(_no_larger(session, constraints, smallest))
-    return is_smallest
+        self._certification.wait(_MOST_UNFINISHED)
+        budgeted = session.with_budget(budget_bytes + session.card.outside_bytes)
+        chooser = budgeted.chooser(budgeted.search_space(constraints), constraints)
+        # More memory is never slower: the answer for a smaller budget counts here, unless a faster plan is found.
+        smaller = [choice for choice in self.known.values() if choice and choice.peak_bytes <= budget_bytes]
+        known = min(smaller, key=lambda choice: choice.step_ns, default=None)
+        faster = chooser.fastest(budget_bytes, below_ns=known.step_ns if known else math.inf)
+        self.known[budget_bytes] = answer = faster or known
+        self._certification.add(answer)
+
+    def add(self, choice: Choice) -> None:
+        """Add the choice with the smallest promise, which is the answer for a budget of its size, if it is allowed."""
+        slowest_ns = self._session.slowest_ns(self._constraints)
+        is_allowed = choice.step_ns <= slowest_ns and (choice.decisions or not self._constraints.forced)
+        self.known[choice.peak_bytes] = answer = choice if is_allowed else None
+        self._certification.add(answer)
+
+    def search_between(self) -> None:
+        """Search budgets between the known ones until all unknown rectangles are narrow (rectangle elimination)."""
+        peaks = [choice.peak_bytes for choice in self.known.values() if choice is not None]
+        narrow_bytes = _STEP * (max(peaks, default=0) - min(self.known))
+        while (budget_bytes := _widest(self.known, narrow_bytes)) is not None:
+            self._session.watch.stage(f"searching between budgets, {len(self.known)} searched")
+            self.search(budget_bytes)
 
 
 def total_bytes(point: Certified) -> int:
     """Returns the total memory of the plan's process in bytes, as `nvidia-smi` shows it."""
     return point.measured.footprint.total_bytes
-
-
-def _fastest(session: PlanningSession, constraints: Constraints, vram_bytes: int) -> Choice | None:
-    """Returns the choice that promises the shortest step time under a budget; None if no promise fits."""
-    budgeted = session.with_budget(vram_bytes)
-    chooser = budgeted.chooser(budgeted.search_space(constraints), constraints)
-    return chooser.fastest(budgeted.budget.allocator_bytes)
-
-
-def _smallest(session: PlanningSession, constraints: Constraints, *, seconds: float) -> tuple[Certified | None, bool]:
-    """Returns the smallest plan without a frozen prefix, and False if the search for it took longer than `seconds`.
-
-    If it is slower than the constraints allow, a faster plan that is no larger is tried first. The plan is None if it
-    is too slow, too, or if none was certified in time.
-    """
-    space = session.with_budget(total_bytes(session.baseline)).search_space(constraints)
-    budgeted = session.with_budget(_least_bytes(session, space))
-    is_smallest = True
-    try:
-        with session.watch.at_most(seconds):
-            smallest = fitting.smallest(budgeted, budgeted.search_space(constraints), constraints)
-    except TimeIsUp:
-        smallest, is_smallest = budgeted.smallest_known(), False
-    if not session.quick_enough(smallest, constraints):
-        smallest = _no_larger(session, constraints, smallest)
-    is_allowed = bool(smallest.choice.decisions) or not constraints.forced
-    return smallest if is_allowed and session.quick_enough(smallest, constraints) else None, is_smallest
 
 
 def _no_larger(session: PlanningSession, constraints: Constraints, plan: Certified) -> Certified:
@@ -196,17 +226,12 @@ def _no_larger(session: PlanningSession, constraints: Constraints, plan: Certifi
     return min((plan, faster or plan), key=_step_ns)
 
 
-def _least_bytes(session: PlanningSession, space: SearchSpace) -> int:
-    """Returns a lower bound in bytes on the total of every plan."""
+def _with_smallest_budget(session: PlanningSession, constraints: Constraints) -> PlanningSession:
+    """Returns a session whose budget is a lower bound on the total of every plan."""
+    space = session.with_budget(total_bytes(session.baseline)).search_space(constraints)
     configs = ((*optimizer, *update) for optimizer, update in itertools.product(space.optimizers, space.updates))
-    return min(session.lower_bound_bytes(config) for config in configs) + session.card.context_bytes
-
-
-def _faster(first: Choice | None, second: Choice | None) -> Choice | None:
-    """Returns the faster of two choices, each of which may be None; `first` if both take equally long."""
-    if first is None or second is None:
-        return first or second
-    return min(first, second, key=lambda choice: choice.step_ns)
+    least_bytes = min(session.lower_bound_bytes(config) for config in configs)
+    return session.with_budget(least_bytes + session.card.context_bytes)
 
 
 def _widest(answers: dict[int, Choice | None], narrow_bytes: float) -> int | None:
@@ -226,17 +251,6 @@ def _widest(answers: dict[int, Choice | None], narrow_bytes: float) -> int | Non
         if ratio > _ALIKE and width_bytes > max(narrow_bytes / ratio, 1):
             areas[low_bytes + width_bytes // 2] = width_bytes * (ratio - 1)
     return max(areas, key=areas.__getitem__, default=None)
-
-
-def _certify(session: PlanningSession, found: _Found) -> None:
-    """Certifies the choices, each under the smallest budget in which it runs, and adds them to the points."""
-    wanted = list({choice.decisions: choice for choice in found.answers.values() if choice is not None}.values())
-    for number, (choice, following) in enumerate(itertools.zip_longest(wanted, wanted[1:])):
-        session.watch.stage(f"certifying plan {number + 1} of {len(wanted)}")
-        certified = fitting.certify(session, choice, then=following)
-        fitting.check_recordings(session, certified)
-        certified = session.with_budget(session.smallest_budget_bytes(certified)).certify(choice)
-        found.points.append(certified)
 
 
 def _undominated(points: list[Certified]) -> tuple[Certified, ...]:

@@ -20,11 +20,11 @@ from planner.choose.choice import Choice
 from planner.choose.chooser import Chooser
 from planner.choose.recordings import Recordings, Start
 from planner.choose.searches import Searches
-from planner.choose.shortening import Shortening, runs_to_shorten
+from planner.derive.shortening import Shortening, runs_to_shorten
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
 from planner.estimate.footprint import Measured, measure, runs_within, smallest_of
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
+from planner.plan_types.decision_base import Decision, Role, changed_options, has_role
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.repeats.layer_runs import LayerRun
@@ -235,24 +235,23 @@ class PlanningSession:
         choice = Choice(decisions=(), peak_bytes=peak_bytes, step_ns=step_ns, status="not needed", gap=0.0)
         return Certified(choice=choice, graph=graph, measured=measured)
 
-    def certify(self, choice: Choice, *, then: Choice | None = None) -> Certified:
-        """Return a choice with its certificate, and with its footprint under the budget.
+    def certify(self, choice: Choice) -> Certified:
+        """Return a choice with its certificate, and with its footprint under the budget."""
+        self.watch.check()
+        return self.with_allocator(choice, self.certificate_of(choice), self._usable_bytes)
+
+    def certificate_of(self, choice: Choice) -> StepGraph:
+        """Return the recording of the step that the decisions of a choice rewrite."""
+        return self.certificates.of(choice.rehearsed) if choice.rehearsed else self.baseline_graph
+
+    def with_allocator(self, choice: Choice, graph: StepGraph, total_bytes: int | None) -> Certified:
+        """Return a choice with its certificate `graph`, and with its footprint within `total_bytes`.
 
         The alternatives for the options of the allocator are tried in order of preference. The choice gets the first
         one with which the step fits without releasing cached memory, or else the first one with which it fits.
-
-        Args:
-            then: the choice that will be certified next; its rehearsal starts in parallel. None if it is not known.
         """
-        self.watch.check()
-        decisions, upcoming = without_roles(choice.decisions, Role.ALLOCATOR), then.decisions if then else None
-        graph = self.certificates.of(decisions, then=upcoming) if decisions else self.baseline_graph
-        return self._with_allocator(choice, graph, self._usable_bytes)
-
-    def _with_allocator(self, choice: Choice, graph: StepGraph, total_bytes: int | None) -> Certified:
-        """Return a choice with the options of the allocator that suit its certificate, within `total_bytes`."""
         possible: list[Certified] = []
-        for decisions in self._with_each_allocator(choice):
+        for decisions in self.with_each_allocator(choice):
             if changed_options(decisions, self.card.alloc_conf):  # what the user has set is changed last
                 fitting = next((certified for certified in possible if certified.measured.fits), None)
                 if fitting is not None:
@@ -268,10 +267,9 @@ class PlanningSession:
                 return possible[-1]
         return next((certified for certified in possible if certified.measured.fits), possible[0])
 
-    def _with_each_allocator(self, choice: Choice) -> list[tuple[Decision, ...]]:
+    def with_each_allocator(self, choice: Choice) -> list[tuple[Decision, ...]]:
         """Return the decisions of a choice with each alternative for the options of the allocator."""
-        decisions = without_roles(choice.decisions, Role.ALLOCATOR)
-        return [(*decisions, *allocator) for allocator in choice.allocators]
+        return [(*choice.rehearsed, *allocator) for allocator in choice.allocators]
 
     def note(self, certified: Certified, constraints: Constraints) -> None:
         """Note a certified plan of the search, so that it is known if the time is up, and report it if it is better."""
@@ -308,7 +306,7 @@ class PlanningSession:
             self.certificates,
             force_recompute=constraints.force(Role.RECOMPUTE),
             why_no_units=self.searches.error_of(space.recompute),
-            slowest_ns=self._slowest_ns(constraints),
+            slowest_ns=self.slowest_ns(constraints),
         )
         self.searches.add(constraints, chooser)
         return chooser
@@ -342,7 +340,7 @@ class PlanningSession:
 
     def quick_enough(self, certified: Certified, constraints: Constraints) -> bool:
         """True if the rehearsed step is no slower than the constraints allow."""
-        return certified.measured.footprint.step_ns <= self._slowest_ns(constraints)
+        return certified.measured.footprint.step_ns <= self.slowest_ns(constraints)
 
     @property
     def budget(self) -> Budget:
@@ -361,7 +359,7 @@ class PlanningSession:
         `measured.fits` of the result says whether the step fits the session's budget.
         """
         total_bytes = max(self.budget.usable_bytes, self.smallest_budget_bytes(certified))
-        measured = self._with_allocator(certified.choice, certified.graph, total_bytes)
+        measured = self.with_allocator(certified.choice, certified.graph, total_bytes)
         fits = total_bytes <= self.budget.usable_bytes
         return dataclasses.replace(measured, measured=dataclasses.replace(measured.measured, fits=fits))
 
@@ -369,12 +367,12 @@ class PlanningSession:
         """Returns how many bytes a plan will probably lack; 0 if it may fit, or if nothing is known."""
         if choice.prediction is None:
             return 0
-        usable_bytes, possible = self.budget.usable_bytes, self._with_each_allocator(choice)
+        usable_bytes, possible = self.budget.usable_bytes, self.with_each_allocator(choice)
         return choice.prediction.missing_bytes(self.card, usable_bytes, tuple(possible), self._only_fastest)
 
     def smallest_budget_bytes(self, certified: Certified, *, above_bytes: int = 0) -> int:
         """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""
-        alternatives, fastest = self._with_each_allocator(certified.choice), self._only_fastest
+        alternatives, fastest = self.with_each_allocator(certified.choice), self._only_fastest
         return smallest_of(certified.graph, self.card, alternatives, fastest=fastest, above_bytes=above_bytes)
 
     @functools.cached_property
@@ -385,7 +383,8 @@ class PlanningSession:
         known = {"optimizer_peak_bytes": peak_bytes, "state_bytes": state_bytes}
         return functools.cache(lambda config: lower_bound_bytes(workload, trained, **known, config=config))
 
-    def _slowest_ns(self, constraints: Constraints) -> float:
+    def slowest_ns(self, constraints: Constraints) -> float:
+        """Returns the maximum step time in nanoseconds that the constraints allow; infinite if there is none."""
         allowed = constraints.max_slowdown
         return math.inf if allowed is None else allowed * self.baseline.measured.footprint.step_ns
 

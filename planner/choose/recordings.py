@@ -16,10 +16,10 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
-from planner.choose.shortening import Shortening, with_all_layers
 from planner.derive.extrapolate import BASE_SIZES, extrapolate
 from planner.derive.graft_optimizer import can_be_grafted, graft_update
 from planner.derive.same_step import is_same_step
+from planner.derive.shortening import Shortening, with_all_layers
 from planner.errors import StepError, WorkloadError
 from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
 from planner.recording.repeats.layer_runs import LayerRun

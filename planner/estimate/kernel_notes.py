@@ -68,10 +68,11 @@ def _slower_notes(
         return ()
     if has_searches(graph):
         return (_search_note(graph, measured, decisions, card),)
-    whole_bytes = smallest_total_bytes(graph, card, decisions, fastest=True)
+    known_bytes = None if measured.slower else measured.footprint.total_bytes  # often the smallest total already
+    whole_bytes = smallest_total_bytes(graph, card, decisions, fastest=True, below_bytes=known_bytes)
     if measured.slower:
         return (_note_on_slower_ones([graph.ops[index] for index in dict.fromkeys(measured.slower)], whole_bytes),)
-    least_bytes = smallest_total_bytes(graph, card, decisions)
+    least_bytes = smallest_total_bytes(graph, card, decisions, below_bytes=whole_bytes)
     if whole_bytes - least_bytes < MIB:
         return ()
     return (

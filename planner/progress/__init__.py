@@ -71,6 +71,7 @@ class Watch:
         self._began = self._reported - elapsed_seconds
         self._deadlines = [math.inf if seconds is None else self._began + seconds]
         self._until_found: float | None = None
+        self._reserved: Callable[[], float] = float
         self._stage = "starting"
         self._best: tuple[int, float] | None = None
         self._is_ended = self._goes_on = False
@@ -89,7 +90,8 @@ class Watch:
     @property
     def _deadline(self) -> float:
         """The earliest moment at which a present limit is over."""
-        return min(self._deadlines if self._until_found is None else (*self._deadlines, self._until_found))
+        until = min(self._deadlines if self._until_found is None else (*self._deadlines, self._until_found))
+        return until - self._reserved()
 
     @property
     def left_seconds(self) -> float:
@@ -163,6 +165,19 @@ class Watch:
             yield
         finally:
             self._deadlines.pop()
+
+    @contextlib.contextmanager
+    def leaving(self, seconds: Callable[[], float]) -> Iterator[None]:
+        """Limit the time of a part of planning so that time is left for what follows it.
+
+        Args:
+            seconds: returns the time in seconds that has to be left. It may change meanwhile.
+        """
+        previous, self._reserved = self._reserved, seconds
+        try:
+            yield
+        finally:
+            self._reserved = previous
 
     @contextlib.contextmanager
     def until_found(self, share: float) -> Iterator[None]:

@@ -58,6 +58,16 @@ def test_what_was_ahead_is_not_begun_again(begun):
     assert [(child.decisions, child.ended) for child in begun] == [(BF16, False)]
 
 
+def test_what_was_ahead_runs_on_in_the_background(begun):
+    made = certificates(begun)
+    made.foresee(BF16)
+    made.begin_in_background(BF16)
+    made.foresee(FP16)
+    made.begin_in_background(BF16)
+    assert [(child.decisions, child.ended) for child in begun] == [(BF16, False), (FP16, False)]
+    assert made.of(BF16).decisions == BF16
+
+
 def test_only_one_is_ahead(begun):
     made = certificates(begun)
     made.foresee(BF16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 import xml.etree.ElementTree as xml
 
@@ -12,6 +13,7 @@ import torch
 
 import planner
 from planner.choose import fitting
+from planner.choose.chooser import Chooser
 from planner.cli import main
 from planner.cli.tradeoff_svg import front_svg
 from planner.errors import DecisionError, TimeLimitError
@@ -48,6 +50,10 @@ EXACT = {"fidelity": "exact", "forbid": "optimizer-kernel"}
 
 def mean_square(output, batch):
     return torch.nn.functional.mse_loss(output, batch[-1])
+
+
+def late(session, space, constraints):
+    raise TimeIsUp
 
 
 def traded(**options):
@@ -128,16 +134,33 @@ def test_with_little_time_certified_plans_are_there_and_the_rest_is_said_to_be_m
     assert found.points[0].peak == exact.points[0].peak
 
 
-def test_if_the_smallest_plan_is_not_found_in_time_smaller_budgets_are_searched(exact, folder, monkeypatch, capsys):
-    def late(session, space, constraints):
-        raise TimeIsUp
-
-    monkeypatch.setattr(fitting, "smallest", late)
+@pytest.mark.parametrize("name", ["smallest_promise", "smallest"])
+def test_small_plans_are_found_before_the_search_for_the_smallest_one(exact, folder, monkeypatch, capsys, name):
+    monkeypatch.setattr(fitting, name, late)
     found = traded()
     assert not found.complete
     assert found.points[-1].peak.total_bytes < 0.7 * exact.baseline.total_bytes
+    assert len(found.points) >= 4
     _, text, _ = run("--tradeoff", capsys=capsys)
     assert "The smallest plan that was found in time takes" in " ".join(text.split())
+
+
+def test_a_search_looks_only_for_plans_that_are_faster_than_a_smaller_one(monkeypatch):
+    limits, fastest = [], Chooser.fastest
+
+    def noting(self, budget, *, below_ns=math.inf):
+        found = fastest(self, budget, below_ns=below_ns)
+        limits.append((budget, below_ns, found))
+        return found
+
+    monkeypatch.setattr(Chooser, "fastest", noting)
+    monkeypatch.setattr(fitting, "smallest", late)  # it makes searches of its own
+    traded()
+    assert sum(found is not None for _, _, found in limits) > 4
+    for number, (budget, below_ns, _) in enumerate(limits):
+        smaller = [choice.step_ns for _, _, choice in limits[:number] if choice and choice.peak_bytes <= budget]
+        assert below_ns <= min(smaller, default=math.inf)
+    assert any(below_ns < math.inf for _, below_ns, _ in limits)
 
 
 def test_with_no_time_it_says_that_nothing_was_certified():

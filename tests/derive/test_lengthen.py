@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.choose.shortening import runs_to_shorten
 from planner.derive.graft_optimizer import graft_update
+from planner.derive.shortening import runs_to_shorten
 from planner.plan_types.decisions import Accumulation, Optimizer, Precision, ShardedPrecision, StepInBackward
 from planner.recording.repeats.layer_runs import KEPT, KEPT_WHEN_GATHERED, layer_runs
 from planner.rewrite.rehearse import start_update

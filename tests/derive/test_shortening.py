@@ -11,8 +11,8 @@ import torch
 import planner
 from planner.choose import planning_session
 from planner.choose.recordings import Recordings
-from planner.choose.shortening import runs_to_shorten
 from planner.derive.same_step import is_same_step
+from planner.derive.shortening import runs_to_shorten
 from planner.plan_types.decisions import Accumulation, Optimizer, Precision, StepInBackward
 from planner.plan_types.plan import Plan
 from planner.recording.step_graph import Category

@@ -92,6 +92,13 @@ def test_a_part_may_have_less_time_than_the_whole_but_not_more():
             watch.check()
         watch.found(100, 1.5)
         assert 0 < watch.left_seconds <= 30
+    left_over = [10.0]
+    with watch.leaving(lambda: left_over[0]):
+        assert 49 < watch.left_seconds <= 50
+        left_over[0] = 60.0
+        with pytest.raises(TimeIsUp):
+            watch.check()
+    watch.check()
     watch.end()
     with pytest.raises(TimeIsUp):
         watch.check()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from planner.choose.recordings import Recordings
-from planner.choose.shortening import Shortening, runs_to_shorten
 from planner.derive.lengthen import lengthened
+from planner.derive.shortening import Shortening, runs_to_shorten
 from planner.recording.repeats.layer_runs import KEPT
 from planner.recording.step_graph import Op, Phase, StepGraph
 from planner.rewrite.rehearse import certifying_graph, start_certificate, start_rehearsal, start_update

@@ -1,0 +1,140 @@
+"""The plans of a trade-off are certified while the search goes on, and what is certified when it ends is returned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import planner
+from planner import pipeline
+from planner.choose import background_certification, fitting
+from planner.choose.background_certification import BackgroundCertification
+from planner.choose.certificates import Certificates
+from planner.choose.choice import Choice
+from planner.choose.pareto_front import Front, front
+from planner.errors import MachineError
+from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.recompute_decisions import Checkpoint
+from planner.progress import Watch
+from planner.workload.budget import card_and_budget
+from planner.workload.workload import workload
+from tests.recompute.test_left_out import FORBIDDEN, RefusesTapes
+
+pytestmark = pytest.mark.slow
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)))
+
+
+def mean(output, batch):
+    return output.mean()
+
+
+def found(watch: Watch | None = None, gpu: str = "bare") -> Front:
+    card, _ = card_and_budget(gpu, None)
+    constraints = parse_constraints(fidelity="exact", force=(), forbid=("optimizer-kernel",))
+    work = workload(net(), (torch.zeros(2048, 64),), loss_fn=mean)
+    with pipeline.open_session(work, card, None, watch) as session:
+        session.expect(constraints)
+        return front(session, constraints, vram_bytes=None)
+
+
+def totals(points) -> list[tuple[int, int]]:
+    return [(point.measured.footprint.total_bytes, point.measured.footprint.step_ns) for point in points]
+
+
+@pytest.fixture(scope="module")
+def whole() -> Front:
+    return found()
+
+
+def test_plans_that_are_certified_when_the_user_ends_the_search_are_returned(whole, monkeypatch):
+    certified: list[Choice] = []
+    finish = BackgroundCertification._finish
+
+    def finish_and_end(self, work):
+        finish(self, work)
+        certified.append(work.choice)
+        if len(certified) == 3:
+            watch.end()
+
+    watch = Watch()
+    monkeypatch.setattr(BackgroundCertification, "_finish", finish_and_end)
+    early = found(watch)
+    assert whole.complete and not early.complete
+    assert len(certified) == 3 and {choice.decisions for choice in certified if choice.decisions} <= {
+        point.choice.decisions for point in early.points
+    }
+    assert set(totals(early.points)) <= {*totals(whole.points), *totals(early.points[:1])}
+
+
+def test_the_search_ends_in_time_for_the_certificates_of_what_it_has_found(whole, monkeypatch):
+    """With a reserve of all the time that is left, nothing is searched after the first plans."""
+    monkeypatch.setattr(BackgroundCertification, "seconds_left", property(lambda self: 1e6 * (len(self._added) > 2)))
+    early = found(Watch(seconds=600))
+    assert not early.complete
+    assert 2 <= len(early.points) < len(whole.points)
+    assert all(point.choice.decisions for point in early.points[1:])
+
+
+def test_a_plan_that_cannot_be_rehearsed_leaves_its_technique_out():
+    def points(*forbid: str) -> list[tuple[int, int]]:
+        torch.manual_seed(0)
+        batch, model = {"x": torch.randn(4096, 64)}, RefusesTapes(4)
+        options = {"gpu": "bare", "progress": False, "seconds": 600}
+        front = planner.tradeoff(model, batch, forbid=[*FORBIDDEN, *forbid], **options)
+        assert front.complete
+        kinds = {decision.kind for plan in front.points for decision in plan.decisions}
+        assert "checkpoint" in kinds and "segment-checkpoint" not in kinds
+        return [(plan.peak.total_bytes, plan.peak.step_ns) for plan in front.points]
+
+    assert points() == points("segment-checkpoint")
+
+
+def test_an_error_while_a_plan_is_measured_ends_the_search(monkeypatch):
+    def killed(*args, **options):
+        raise MachineError("the process was ended")
+
+    monkeypatch.setattr(background_certification, "smallest_of", killed)
+    with pytest.raises(MachineError, match="the process was ended"):
+        found()
+
+
+def test_plans_that_follow_from_wrong_recordings_are_forgotten(whole, monkeypatch):
+    check, dropped = fitting.check_recordings, []
+
+    def drop_once(session, certified):
+        check(session, certified)
+        if certified.choice.decisions and not dropped:
+            dropped.append(certified)
+            session.recordings._shortening.is_dropped = True
+            raise fitting._DroppedError
+
+    monkeypatch.setattr(fitting, "check_recordings", drop_once)
+    again = found()
+    assert len(dropped) == 1 and not any(point is dropped[0] for point in again.points)
+    assert totals(again.points) == totals(whole.points)
+
+
+def test_each_choice_is_certified_once_and_the_baseline_is_not_rehearsed_again(monkeypatch):
+    begun, begin = [], Certificates.begin_in_background
+    monkeypatch.setattr(
+        Certificates, "begin_in_background", lambda self, decisions: begun.append(decisions) or begin(self, decisions)
+    )
+    monkeypatch.setattr(fitting, "smallest", lambda *of: Watch(seconds=0).check())  # it certifies plans on its own
+    points = found().points
+    assert all(begun) and len(begun) == len(set(begun))
+    assert {point.choice.decisions for point in points} <= {(), *begun}
+    assert any(isinstance(decision, Checkpoint) for decisions in begun for decision in decisions)
+
+
+def test_the_estimate_counts_each_choice_that_is_unfinished_and_one_more():
+    certification = BackgroundCertification(None, 10.0)
+    assert certification.seconds_left == 5.0
+    choices = [Choice(decisions=(each,), peak_bytes=1, step_ns=1, status="", gap=0.0) for each in ("one", "other")]
+    for choice in (*choices, choices[0], None):
+        certification.add(choice)
+    assert certification.seconds_left == 15.0
+    certification._durations += [6.0, 4.0]
+    assert certification.seconds_left == 6.0
