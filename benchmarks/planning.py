@@ -1,8 +1,9 @@
 """Show where the time of planning goes: rehearsals by purpose, integer programs, CPU seconds and host memory.
 
-    python -m benchmarks.planning [--only WORDS] [--cards] [--again]
+    python -m benchmarks.planning [--only WORDS] [--cards | --tradeoffs] [--again]
 
 Each question is a `plan` command that runs in a new process. With `--cards`, the questions are those for several cards.
+With `--tradeoffs`, they ask for a trade-off of memory against time, in a limited time and in as long as it takes.
 With `--again`, each question is asked twice, and the second time the recordings of the first time are used.
 "wall" is the time from the start of the command to its end, "planning" the time that the plan states: without imports
 and loading. "first plan" is the time from the start of planning until a certified plan inside the budget is reported.
@@ -99,6 +100,17 @@ SEVERAL_CARDS = {
         ("DeepSeek-V3", "deepseek-v3", "--vram 180GB --gpu b200", 4096, (256, 1024)),
     )
     for cards in counts
+}
+TRADEOFFS = {
+    f"{title}, {seconds} s": f"{words} --tradeoff --time-limit {seconds}s"
+    for title, words, limits in (
+        ("RoBERTa-84M, 64 x 128", "roberta_84m --batch-size 64 --seq-len 128 --gpu rtx-2060", (15, 20, 30, 600)),
+        ("GPT-2, 8 x 1024", "gpt2 --batch-size 8 --seq-len 1024 --gpu rtx-3090", (30, 600)),
+        ("Llama-1B, LoRA, 4 x 1024", "llama_1b --batch-size 4 --seq-len 1024 --gpu rtx-3090 --lora 16", (30,)),
+        ("ViT-base, 16", "vit_base --batch-size 16 --gpu rtx-3060", (30, 600)),
+        ("U-Net, 16", "unet.py:build --batch-size 16 --gpu rtx-3060", (30,)),
+    )
+    for seconds in limits
 }
 COLUMNS = (
     "question",
@@ -232,7 +244,7 @@ def answer(words: list[str]) -> dict[str, Any]:
     return {
         "status": status,
         "first_plan_seconds": moments[1] - moments[0] if len(moments) > 1 else None,
-        "plan": printed_plan if "plan" in printed_plan else None,
+        "plan": printed_plan if "plan" in printed_plan or "points" in printed_plan else None,
         "rehearsals": {name: dataclasses.asdict(count) for name, count in counts.items()},
         "programs": dataclasses.asdict(programs),
         "own_cpu_seconds": own.ru_utime + own.ru_stime,
@@ -301,7 +313,11 @@ def cells(question: str, result: dict[str, Any], wall_seconds: float) -> Iterato
 
 
 def described(plan: dict[str, Any]) -> str:
-    """Returns the memory of a plan, and what it costs if there is a budget."""
+    """Returns the memory of a plan, and what it costs if there is a budget; of a trade-off, of its plans."""
+    if "points" in plan:
+        sizes = (f"{each['plan']['total_bytes'] / (1 << 30):.2f} GiB" for each in plan["points"])
+        points = [f"{size} at {each['slowdown']:.2f} x" for size, each in zip(sizes, plan["points"], strict=True)]
+        return f"{len(points)} plans{'' if plan['complete'] else ' in time'}: {', '.join(points)}"
     size = f"{plan['plan']['total_bytes'] / (1 << 30):.2f} GiB"
     if plan["vram_bytes"] is None:
         return size
@@ -325,7 +341,9 @@ def main() -> int:
     """Prints the table, one row at a time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only questions whose name contains this text")
-    parser.add_argument("--cards", action="store_true", help="the questions for several cards")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--cards", action="store_true", help="the questions for several cards")
+    kinds.add_argument("--tradeoffs", action="store_true", help="the questions for trade-offs")
     parser.add_argument("--again", action="store_true", help="ask each question twice, and keep the recordings")
     parser.add_argument("--answer", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -338,7 +356,8 @@ def main() -> int:
         write_configs(pathlib.Path(folder))
         print_row(console, COLUMNS)
         print_row(console, ["---"] * len(COLUMNS))
-        for question, words in (SEVERAL_CARDS if options.cards else ONE_CARD).items():
+        asked_for = SEVERAL_CARDS if options.cards else TRADEOFFS if options.tradeoffs else ONE_CARD
+        for question, words in asked_for.items():
             for asking in (question, f"{question}, again") if options.again else (question,):
                 if options.only in question:
                     result, seconds = asked(words, pathlib.Path(folder), kept=options.again)
