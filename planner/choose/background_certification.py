@@ -8,6 +8,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import os
+import statistics
 import time
 
 from planner.choose import fitting
@@ -29,8 +31,8 @@ class _InWork:
     """A choice that is being certified."""
 
     choice: Choice
-    began: float
-    """`time.monotonic()` when its rehearsal was started."""
+    seconds: float = 0.0
+    """CPU time in seconds of the processes that have been used for it so far."""
     graph: StepGraph | None = None
     """Its certificate; None while the step is being rehearsed."""
     child: Child | None = None
@@ -47,14 +49,15 @@ class BackgroundCertification:
     def __init__(self, session: PlanningSession, seconds: float) -> None:
         """
         Args:
-            seconds: estimate of the time that a choice is in work, until the first one is finished.
+            seconds: estimate of the CPU time of a choice, until the first one is finished.
         """
         self._session, self._estimated_seconds = session, seconds
         self._added: set[tuple[Decision, ...]] = set()
         self._waiting: collections.deque[Choice] = collections.deque()
         self._rehearsed: _InWork | None = None
         self._measured: _InWork | None = None
-        self._durations: list[float] = []
+        self._seconds: list[float] = []
+        """CPU time of each plan that is finished. It depends less on the load of the machine than the duration."""
         self._failed: list[Choice] = []
         """Choices whose rehearsal has failed, until `settle` rehearses them again."""
         self._error: PlannerError | None = None
@@ -72,11 +75,9 @@ class BackgroundCertification:
 
     @property
     def seconds_left(self) -> float:
-        """Estimate of the time in seconds that the unfinished choices need, and one more, if nothing else runs.
-
-        Two are in work at a time. While the search goes on, they take longer: so the shortest time so far counts.
-        """
-        return min(self._durations, default=self._estimated_seconds) * (self._unfinished + 1) / 2
+        """Estimate of the time in seconds that the unfinished choices need, and one more. Two are in work at a time."""
+        seconds = statistics.fmean(self._seconds) if self._seconds else self._estimated_seconds
+        return seconds * (self._unfinished + 1) / 2
 
     @property
     def _unfinished(self) -> int:
@@ -97,7 +98,7 @@ class BackgroundCertification:
         except PlannerError as error:
             self._error = error
         if self._rehearsed is None and self._waiting:
-            self._rehearsed = _InWork(choice=self._waiting.popleft(), began=time.monotonic())
+            self._rehearsed = _InWork(choice=self._waiting.popleft())
             if decisions := self._rehearsed.choice.rehearsed:
                 self._session.certificates.begin_in_background(decisions)
 
@@ -106,11 +107,13 @@ class BackgroundCertification:
 
     def _measure(self, work: _InWork) -> None:
         """Start to search the smallest budget of a choice whose step has been rehearsed."""
+        before = _seconds_of_children()
         try:
             work.graph = self._session.certificate_of(work.choice)
         except PlannerError:
             self._failed.append(work.choice)
             return
+        work.seconds += _seconds_of_children() - before
         alternatives = self._session.with_each_allocator(work.choice)
         work.child = Child(functools.partial(_smallest_total, work.graph, self._session.card, alternatives))
         work.child.in_background()
@@ -119,10 +122,11 @@ class BackgroundCertification:
     def _finish(self, work: _InWork) -> None:
         """Note a plan whose smallest budget is known."""
         assert work.graph is not None and work.child is not None
+        before = _seconds_of_children()
         point = self._session.with_allocator(work.choice, work.graph, work.child.result())
         self.points.append(point)
         self._unchecked.append(point)
-        self._durations.append(time.monotonic() - work.began)
+        self._seconds.append(work.seconds + _seconds_of_children() - before)
 
     def settle(self) -> None:
         """Raise errors, and end the search if recordings were wrong (`fitting.check_recordings`).
@@ -155,6 +159,12 @@ class BackgroundCertification:
         """End the search of a smallest budget that is still running."""
         if self._measured is not None and self._measured.child is not None:
             self._measured.child.end()
+
+
+def _seconds_of_children() -> float:
+    """Returns the CPU time in seconds of the child processes that have ended; 0 on Windows."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _smallest_total(

@@ -177,7 +177,7 @@ class Chooser:
 
     def _may_fit(self, budget_bytes: int) -> Iterator[bool]:
         """Yields, for each configuration without chunks, False if its most micro-batches prove that it cannot fit."""
-        configs = [config for config in self.configurations if not self.configurations.could_use_chunks(config)]
+        configs = list(self.configurations.with_recompute())
         self._prefetcher.smallest(
             (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs
         )

@@ -100,9 +100,7 @@ class Fallback:
 
         Does nothing if the lower bound on its peak exceeds the budget, or if no layer may be checkpointed.
         """
-        configurations = Configurations(space)
-        possible = [config for config in configurations if not configurations.could_use_chunks(config)]
-        config = min(possible, key=guessing.lower_bound_bytes, default=None)
+        config = min(Configurations(space).with_recompute(), key=guessing.lower_bound_bytes, default=None)
         if config is None or guessing.lower_bound_bytes(config) > guessing.budget.tensor_bytes:
             return
         layers = candidate.modules_together(lambda path: _is_layer(path, guessing.workload.model))

@@ -7,9 +7,9 @@ the step times at its two sides. The next search is in the middle of the rectang
 rectangles are narrow or time runs out (rectangle elimination: Payne and Polak 1980, IEEE Transactions on Automatic
 Control 25, 3). So the front is rough early and fine later.
 
-The smaller the budget, the longer a search takes. So the budgets are first searched down to the smallest plan with the
-fastest precision and without micro-batches, which is quickly found, and then down to the smallest plan of all. While
-the search goes on, the plans that it has found are certified in other processes, and each of them is measured under the
+The smaller the budget, the longer a search takes. So the budgets are first searched down to the smallest plan of one
+configuration without micro-batches, which is quickly found, and then down to the smallest plan of all. While the
+search goes on, the plans that it has found are certified in other processes, and each of them is measured under the
 smallest budget in which it runs.
 
 Where it is not exact: a promise leaves out the allocator's slack, with which a chosen plan may be larger than another
@@ -33,6 +33,7 @@ from planner.errors import DecisionError, PlannerError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Role
 from planner.progress import TimeIsUp
+from planner.space.configurations import Configurations
 
 _STEP = 1 / 12
 """A rectangle is narrow, and not searched, if its width is at most this fraction of the front's width (in bytes).
@@ -152,8 +153,10 @@ def _search_budgets(
     budgeted = _with_smallest_budget(session, constraints)
     space = budgeted.search_space(constraints)
     part = dataclasses.replace(space, precisions=space.precisions[-1:], splits=space.splits[:1])
+    least = min(Configurations(part).with_recompute(), key=session.lower_bound_bytes, default=None)
     with contextlib.suppress(PlannerError):  # the search in the whole space raises it again
-        answers.add(budgeted.chooser(part, constraints).smallest())
+        if least is not None:
+            answers.add(budgeted.chooser(part.restricted_to(least), constraints).smallest())
     answers.search_between()
     answers.search(min(answers.known))
     session.watch.stage("searching for the smallest plan")

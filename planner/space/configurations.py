@@ -56,6 +56,11 @@ class Configurations:
         update = with_roles(config, Role.UPDATE_TIME)
         return len(self._space.losses) > 1 and not has_role(config, Role.LOSS) and update not in self._unchunked
 
+    def with_recompute(self) -> Iterator[Config]:
+        """Yields the configurations in which modules may be recomputed: not those that could have their loss in chunks,
+        because chunks come first."""
+        return (config for config in self if not self.could_use_chunks(config))
+
     def leave_chunks_out(self, update: Config) -> bool:
         """Leave configurations with the loss in chunks and this time of the update out; False if they are already."""
         is_new = update not in self._unchunked

@@ -136,5 +136,5 @@ def test_the_estimate_counts_each_choice_that_is_unfinished_and_one_more():
     for choice in (*choices, choices[0], None):
         certification.add(choice)
     assert certification.seconds_left == 15.0
-    certification._durations += [6.0, 4.0]
-    assert certification.seconds_left == 6.0
+    certification._seconds += [6.0, 4.0]
+    assert certification.seconds_left == 7.5
