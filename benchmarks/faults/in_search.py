@@ -218,7 +218,9 @@ FAULTS = (
         path="planner/choose/background_certification.py",
         old="            fitting.check_recordings(self._session, self._unchecked.pop())\n",
         new="            self._unchecked.pop()\n",
-        tests=("tests/choose/test_head_start.py::test_a_tradeoff_is_searched_again_if_recordings_are_wrong",),
+        tests=(
+            "tests/choose/test_background_certification.py::test_plans_that_follow_from_wrong_recordings_are_forgotten",
+        ),
         why="lengthened recordings that are wrong are used for a whole trade-off",
     ),
     Fault(
