@@ -150,7 +150,7 @@ FAULTS = (
     Fault(
         name="tradeoff-searches-slower-plans",
         path="planner/choose/pareto_front.py",
-        old="below_ns=known.step_ns if known else math.inf",
+        old="below_ns=known.step_ns / _ALIKE if known else math.inf",
         new="below_ns=math.inf",
         tests=(
             "tests/choose/test_pareto_front.py::test_a_search_looks_only_for_plans_that_are_faster_than_a_smaller_one",

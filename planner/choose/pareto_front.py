@@ -43,7 +43,7 @@ The fraction is divided by the rectangle's ratio of step times: where times diff
 _STEEPEST = 4
 """Maximum ratio of step times of a rectangle: larger ratios count as this one."""
 _ALIKE = 1.01
-"""Between two plans whose step times have at most this ratio, no other plan is searched."""
+"""Two plans whose step times have at most this ratio count as equally fast: the smaller one is enough."""
 _MOST_UNFINISHED = 3
 """A further budget is searched only if at most this number of plans are being certified or wait for it."""
 
@@ -152,13 +152,14 @@ def _search_budgets(
             answers.known[point.choice.peak_bytes] = point.choice
     budgeted = _with_smallest_budget(session, constraints)
     space = budgeted.search_space(constraints)
+    # A small plan that is quickly found: with one configuration in the fastest precision, and with the whole batch.
     part = dataclasses.replace(space, precisions=space.precisions[-1:], splits=space.splits[:1])
     least = min(Configurations(part).with_recompute(), key=session.lower_bound_bytes, default=None)
     with contextlib.suppress(PlannerError):  # the search in the whole space raises it again
         if least is not None:
             answers.add(budgeted.chooser(part.restricted_to(least), constraints).smallest())
     answers.search_between()
-    answers.search(min(answers.known))
+    answers.search(min(answers.known))  # in the whole space, a faster plan may be as small
     session.watch.stage("searching for the smallest plan")
     answers.add(fitting.smallest_promise(budgeted, space, constraints))
     answers.search_between()
@@ -192,7 +193,7 @@ class _Answers:
         # More memory is never slower: the answer for a smaller budget counts here, unless a faster plan is found.
         smaller = [choice for choice in self.known.values() if choice and choice.peak_bytes <= budget_bytes]
         known = min(smaller, key=lambda choice: choice.step_ns, default=None)
-        faster = chooser.fastest(budget_bytes, below_ns=known.step_ns if known else math.inf)
+        faster = chooser.fastest(budget_bytes, below_ns=known.step_ns / _ALIKE if known else math.inf)
         self.known[budget_bytes] = answer = faster or known
         self._certification.add(answer)
 
