@@ -3,7 +3,7 @@
     python -m benchmarks.planning [--only WORDS] [--cards | --tradeoffs] [--again]
 
 Each question is a `plan` command that runs in a new process. With `--cards`, the questions are those for several cards.
-With `--tradeoffs`, they ask for a trade-off of memory against time, in a limited time and in as long as it takes.
+With `--tradeoffs`, they ask for a trade-off of memory against time, with limits from 15 to 600 s and no "first plan".
 With `--again`, each question is asked twice, and the second time the recordings of the first time are used.
 "wall" is the time from the start of the command to its end, "planning" the time that the plan states: without imports
 and loading. "first plan" is the time from the start of planning until a certified plan inside the budget is reported.
@@ -313,11 +313,11 @@ def cells(question: str, result: dict[str, Any], wall_seconds: float) -> Iterato
 
 
 def described(plan: dict[str, Any]) -> str:
-    """Returns the memory of a plan, and what it costs if there is a budget; of a trade-off, of its plans."""
+    """Returns the memory of a plan, and its slowdown if there is a budget. For a trade-off: those of each plan."""
     if "points" in plan:
         sizes = (f"{each['plan']['total_bytes'] / (1 << 30):.2f} GiB" for each in plan["points"])
         points = [f"{size} at {each['slowdown']:.2f} x" for size, each in zip(sizes, plan["points"], strict=True)]
-        return f"{len(points)} plans{'' if plan['complete'] else ' in time'}: {', '.join(points)}"
+        return f"{len(points)} plans{'' if plan['complete'] else ' before the time limit'}: {', '.join(points)}"
     size = f"{plan['plan']['total_bytes'] / (1 << 30):.2f} GiB"
     if plan["vram_bytes"] is None:
         return size
@@ -343,7 +343,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only questions whose name contains this text")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--cards", action="store_true", help="the questions for several cards")
-    kinds.add_argument("--tradeoffs", action="store_true", help="the questions for trade-offs")
+    kinds.add_argument("--tradeoffs", action="store_true", help="ask for trade-offs of memory against time")
     parser.add_argument("--again", action="store_true", help="ask each question twice, and keep the recordings")
     parser.add_argument("--answer", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -155,7 +155,7 @@ FAULTS = (
         tests=(
             "tests/choose/test_pareto_front.py::test_a_search_looks_only_for_plans_that_are_faster_than_a_smaller_one",
         ),
-        why="each budget is searched for plans that are slower than a known smaller one, which takes most of the time",
+        why="the search looks for plans that are slower than a known smaller plan, which takes most of the time",
     ),
     Fault(
         name="tradeoff-keeps-plans-of-wrong-recordings",
@@ -175,17 +175,27 @@ FAULTS = (
         tests=(
             "tests/choose/test_background_certification.py::test_an_error_while_a_plan_is_measured_ends_the_search",
         ),
-        why="plans are missing without a word if their process is ended",
+        why="plans are missing without a message if their process is ended",
     ),
     Fault(
         name="tradeoff-loses-failed-plans",
         path="planner/choose/background_certification.py",
-        old="            self._failed.append(work.choice)\n",
+        old="            self._failed.append(choice)\n",
         new="            pass\n",
         tests=(
             "tests/choose/test_background_certification.py::test_a_plan_that_cannot_be_rehearsed_leaves_its_technique_out",
         ),
-        why="plans are missing without a word if their step cannot be rehearsed",
+        why="plans are missing without a message if their step cannot be rehearsed",
+    ),
+    Fault(
+        name="tradeoff-waits-for-an-ended-rehearsal",
+        path="planner/choose/background_certification.py",
+        old="                self._session.certificates.begin_in_background(self._in_rehearsal.rehearsed_decisions)\n",
+        new="                if self._in_rehearsal.rehearsed_decisions not in vars(self).setdefault('begun', []):\n"
+        "                    vars(self)['begun'].append(self._in_rehearsal.rehearsed_decisions)\n"
+        "                    self._session.certificates.begin_in_background(self._in_rehearsal.rehearsed_decisions)\n",
+        tests=("tests/choose/test_background_certification.py::test_a_rehearsal_that_the_search_ends_is_begun_again",),
+        why="a trade-off never ends if the search has ended the rehearsal of one of its plans",
     ),
     Fault(
         name="tradeoff-without-time-for-certificates",
@@ -210,7 +220,7 @@ FAULTS = (
         path="planner/choose/certificates.py",
         old="self._foreseen(decisions) or self._start_in_background(decisions)",
         new="self._start_in_background(decisions)",
-        tests=("tests/choose/test_certificates.py::test_what_was_ahead_runs_on_in_the_background",),
+        tests=("tests/choose/test_certificates.py::test_a_foreseen_rehearsal_is_kept_by_begin_in_background",),
         why="the same step is rehearsed twice at the same time",
     ),
     Fault(
@@ -224,7 +234,7 @@ FAULTS = (
         why="lengthened recordings that are wrong are used for a whole trade-off",
     ),
     Fault(
-        name="kernel-notes-know-too-little",
+        name="kernel-notes-start-at-the-total-of-slower-algorithms",
         path="planner/estimate/kernel_notes.py",
         old="None if measured.slower else measured.footprint.total_bytes",
         new="measured.footprint.total_bytes",

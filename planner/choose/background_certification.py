@@ -1,6 +1,7 @@
 """Certifies the plans of a trade-off while the search for further ones goes on.
 
-Each plan is rehearsed, and then measured under the smallest budget in which it runs. Both are done in child processes.
+Child processes rehearse each plan, and then search for the smallest budget in which it runs. The plan is measured under
+that budget.
 """
 
 from __future__ import annotations
@@ -23,115 +24,128 @@ from planner.recording.step_graph import StepGraph
 from planner.virtual_gpu.forked_process import Child, Refuse
 
 _PAUSE_SECONDS = 0.02
-"""Time between two looks at the processes that certify plans, while they are waited for."""
+"""Time in seconds between two checks of the child processes, while they are waited for."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class _InWork:
-    """A choice that is being certified."""
+class _Measurement:
+    """A choice whose smallest budget is being searched for."""
 
     choice: Choice
-    seconds: float = 0.0
-    """CPU time in seconds of the processes that have been used for it so far."""
-    graph: StepGraph | None = None
-    """Its certificate; None while the step is being rehearsed."""
-    child: Child | None = None
-    """The process that searches the smallest budget in which it runs; None while the step is being rehearsed."""
+    graph: StepGraph
+    """Its certificate."""
+    child: Child
+    """The process that searches for the smallest budget."""
+    seconds: float
+    """CPU time in seconds of its rehearsal."""
 
 
 class BackgroundCertification:
     """Certifies choices while the search goes on, and measures each plan under the smallest budget in which it runs.
 
-    At most two choices are in work at a time, each in a process of low priority: the step of one is rehearsed, and the
-    smallest budget is searched for another one, whose step has been rehearsed.
+    At most two choices are being certified at a time, each by a child process of low priority: the step of one choice
+    is rehearsed. For another one, which has been rehearsed, the smallest budget is searched for.
     """
 
-    def __init__(self, session: PlanningSession, seconds: float) -> None:
+    def __init__(self, session: PlanningSession, first_estimate_seconds: float) -> None:
         """
         Args:
-            seconds: estimate of the CPU time of a choice, until the first one is finished.
+            first_estimate_seconds: estimated time in seconds to certify a choice, used until one is certified.
         """
-        self._session, self._estimated_seconds = session, seconds
+        self._session, self._first_estimate_seconds = session, first_estimate_seconds
         self._added: set[tuple[Decision, ...]] = set()
+        """Decisions of all choices that were added."""
         self._waiting: collections.deque[Choice] = collections.deque()
-        self._rehearsed: _InWork | None = None
-        self._measured: _InWork | None = None
+        self._in_rehearsal: Choice | None = None
+        """The choice that is being rehearsed, or that has been rehearsed and waits for its measurement."""
+        self._in_measurement: _Measurement | None = None
         self._seconds: list[float] = []
-        """CPU time of each plan that is finished. It depends less on the load of the machine than the duration."""
+        """CPU time in seconds of each certified plan. CPU time varies less with the machine's load than wall time."""
         self._failed: list[Choice] = []
-        """Choices whose rehearsal has failed, until `settle` rehearses them again."""
+        """Choices whose rehearsal has failed, until `raise_errors` rehearses them again."""
         self._error: PlannerError | None = None
-        """The error of a process that measured a plan, until `settle` raises it; None if there is none."""
+        """Any other error that `advance` has met, for `raise_errors`."""
         self._unchecked: list[Certified] = []
-        """Plans for which `settle` has not checked yet that the recordings were right."""
+        """Plans for which `raise_errors` has not checked yet that the recordings were right."""
         self.points: list[Certified] = []
-        """The plans that are finished."""
+        """The certified plans, each measured under the smallest budget in which it runs."""
 
     def add(self, choice: Choice | None) -> None:
-        """Certify a choice as soon as possible; each choice is certified once. Does nothing if the choice is None."""
+        """Queue a choice, which `advance` will certify.
+
+        Does nothing if the choice is None, or if a choice with the same decisions was added before.
+        """
         if choice is not None and choice.decisions not in self._added:
             self._added.add(choice.decisions)
             self._waiting.append(choice)
 
     @property
-    def seconds_left(self) -> float:
-        """Estimate of the time in seconds that the unfinished choices need, and one more. Two are in work at a time."""
-        seconds = statistics.fmean(self._seconds) if self._seconds else self._estimated_seconds
+    def needed_seconds(self) -> float:
+        """Estimated time in seconds to certify all unfinished choices and one further choice, two at a time.
+
+        On Windows it is 0 after the first certificate, because the CPU time of child processes is unknown there.
+        """
+        seconds = statistics.fmean(self._seconds) if self._seconds else self._first_estimate_seconds
         return seconds * (self._unfinished + 1) / 2
 
     @property
     def _unfinished(self) -> int:
-        return len(self._waiting) + (self._rehearsed is not None) + (self._measured is not None)
+        return len(self._waiting) + (self._in_rehearsal is not None) + (self._in_measurement is not None)
 
     def advance(self) -> None:
-        """Take what the processes have finished, and start the next ones. Never waits.
+        """Collect the results of child processes that have finished, and start the next ones. Never waits.
 
-        Errors are raised later, by `settle`, because the search takes some errors for those of its own rehearsals.
+        `raise_errors` raises errors later, because the search would take some of them for those of its own rehearsals.
         """
         try:
-            if self._measured is not None and self._measured.child is not None and self._measured.child.is_ready:
-                work, self._measured = self._measured, None
-                self._finish(work)
-            if self._rehearsed is not None and self._measured is None and self._is_rehearsed(self._rehearsed.choice):
-                work, self._rehearsed = self._rehearsed, None
-                self._measure(work)
+            if self._in_measurement is not None and self._in_measurement.child.is_ready:
+                self._finish_measurement(self._in_measurement)
+            if self._in_rehearsal is None and self._waiting:
+                self._in_rehearsal = self._waiting.popleft()
+            if self._in_rehearsal is not None and not self._is_rehearsed(self._in_rehearsal):
+                # Does nothing while the rehearsal is running. But the search may have ended it.
+                self._session.certificates.begin_in_background(self._in_rehearsal.rehearsed_decisions)
+            elif self._in_rehearsal is not None and self._in_measurement is None:
+                choice, self._in_rehearsal = self._in_rehearsal, None
+                self._begin_measurement(choice)
         except PlannerError as error:
             self._error = error
-        if self._rehearsed is None and self._waiting:
-            self._rehearsed = _InWork(choice=self._waiting.popleft())
-            if decisions := self._rehearsed.choice.rehearsed:
-                self._session.certificates.begin_in_background(decisions)
 
     def _is_rehearsed(self, choice: Choice) -> bool:
-        return not choice.rehearsed or self._session.certificates.is_ready(choice.rehearsed)
+        decisions = choice.rehearsed_decisions
+        return not decisions or self._session.certificates.is_ready(decisions)
 
-    def _measure(self, work: _InWork) -> None:
-        """Start to search the smallest budget of a choice whose step has been rehearsed."""
+    def _begin_measurement(self, choice: Choice) -> None:
+        """Start to search for the smallest budget of a choice that has been rehearsed."""
         before = _seconds_of_children()
         try:
-            work.graph = self._session.certificate_of(work.choice)
+            graph = self._session.certificate_of(choice)
         except PlannerError:
-            self._failed.append(work.choice)
+            self._failed.append(choice)
             return
-        work.seconds += _seconds_of_children() - before
-        alternatives = self._session.with_each_allocator(work.choice)
-        work.child = Child(functools.partial(_smallest_total, work.graph, self._session.card, alternatives))
-        work.child.in_background()
-        self._measured = work
+        seconds = _seconds_of_children() - before
+        alternatives = self._session.with_each_allocator(choice)
+        child = Child(functools.partial(_smallest_total, graph, self._session.card, alternatives))
+        self._in_measurement = _Measurement(choice=choice, graph=graph, child=child, seconds=seconds)
+        child.in_background()
 
-    def _finish(self, work: _InWork) -> None:
-        """Note a plan whose smallest budget is known."""
-        assert work.graph is not None and work.child is not None
-        before = _seconds_of_children()
-        point = self._session.with_allocator(work.choice, work.graph, work.child.result())
+    def _finish_measurement(self, found: _Measurement) -> None:
+        """Add a plan whose smallest budget is known to `points`."""
+        before, self._in_measurement = _seconds_of_children(), None
+        point = self._session.certified_within(found.choice, found.graph, found.child.result())
         self.points.append(point)
         self._unchecked.append(point)
-        self._seconds.append(work.seconds + _seconds_of_children() - before)
+        self._seconds.append(found.seconds + _seconds_of_children() - before)
 
-    def settle(self) -> None:
-        """Raise errors, and end the search if recordings were wrong (`fitting.check_recordings`).
+    def raise_errors(self) -> None:
+        """Raise the errors that `advance` has put off, and end the search if recordings were wrong.
 
-        It has to be called by `fitting.repeated_if_dropped`.
+        Call it only inside of a search that `fitting.repeated_if_dropped` runs. That function repeats the search if
+        recordings were wrong (`fitting.check_recordings`), or if a technique is left out because a step cannot be
+        rehearsed with it (`fitting.certify`).
+
+        Raises:
+            PlannerError: a plan could not be certified.
         """
         if self._error is not None:
             raise self._error
@@ -142,23 +156,29 @@ class BackgroundCertification:
         while self._unchecked:
             fitting.check_recordings(self._session, self._unchecked.pop())
 
-    def wait(self, most: int = 0) -> None:
-        """Wait until at most this number of choices are unfinished. The checks of the watch have to call `advance`.
+    def wait(self, most_unfinished: int = 0) -> None:
+        """Wait until few choices are unfinished. Call it inside of `watch.meanwhile(certification.advance)`.
 
-        It has to be called by `fitting.repeated_if_dropped`, since it raises what `settle` raises.
+        Args:
+            most_unfinished: maximum number of choices that are unfinished when it returns.
+
+        Raises:
+            TimeIsUp: the time is up.
+            PlannerError: as `raise_errors`, which it calls.
         """
-        watch, number = self._session.watch, len(self._added)
-        self.settle()
-        while self._unfinished > most:
+        watch = self._session.watch
+        self.raise_errors()
+        while self._unfinished > most_unfinished:
+            number = len(self._added)
             watch.stage(f"certifying plan {number - self._unfinished + 1} of {number}")
             watch.check()
-            self.settle()
+            self.raise_errors()
             time.sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:
-        """End the search of a smallest budget that is still running."""
-        if self._measured is not None and self._measured.child is not None:
-            self._measured.child.end()
+        """End the process that searches for a smallest budget, if there is one. Rehearsals end with the session."""
+        if self._in_measurement is not None:
+            self._in_measurement.child.end()
 
 
 def _seconds_of_children() -> float:
@@ -170,5 +190,8 @@ def _seconds_of_children() -> float:
 def _smallest_total(
     graph: StepGraph, card: DeviceProfile, alternatives: list[tuple[Decision, ...]], refuse: Refuse
 ) -> int:
-    """Runs in a child process: returns the smallest total in bytes in which a step runs (`smallest_of`)."""
+    """Runs in a child process: returns the smallest total in bytes in which a step runs (`smallest_of`).
+
+    Each convolution runs its fastest algorithm. `refuse` is not used.
+    """
     return smallest_of(graph, card, alternatives, fastest=True)

@@ -22,7 +22,7 @@ class Certificates:
     """Makes and caches certificates. Rehearsals can be started before their certificate is asked for.
 
     One that is only likely to be needed (`foresee`) is ended as soon as another one is more likely. One that is almost
-    certainly needed (`begin`) runs on until its certificate is asked for. One that is useful but not needed
+    certainly needed (`begin`) runs on until its certificate is asked for. One that is not needed at once
     (`begin_in_background`) has a low priority, and runs on until its certificate is asked for, or until `close`.
     """
 
@@ -68,7 +68,8 @@ class Certificates:
     def begin_in_background(self, decisions: tuple[Decision, ...]) -> None:
         """Start a rehearsal with a low priority. It runs on until its certificate is asked for, or until `close`.
 
-        If `foresee` has started a rehearsal for the same decisions, that one runs on instead.
+        If `foresee` has already started this rehearsal, it runs on with its normal priority. Does nothing if the
+        rehearsal was begun before, or if the certificate is known.
         """
         if not self._is_known(decisions):
             self._in_background[decisions] = self._foreseen(decisions) or self._start_in_background(decisions)

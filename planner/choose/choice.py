@@ -58,8 +58,8 @@ class Choice:
     """A choice that is faster by less than the factor `TIE`, but less faithful or with more decisions."""
 
     @property
-    def rehearsed(self) -> tuple[Decision, ...]:
-        """The decisions that are rehearsed: all but the options of the allocator, which a rehearsal does not have."""
+    def rehearsed_decisions(self) -> tuple[Decision, ...]:
+        """The decisions without the options of the allocator, which do not change what a rehearsal records."""
         return without_roles(self.decisions, Role.ALLOCATOR)
 
     @property

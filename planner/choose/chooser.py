@@ -101,7 +101,7 @@ class Chooser:
         self._without_bound: set[Config] = set()
         """Configurations from `_simpler` that could not be rehearsed, and therefore give no bounds for others."""
         self._is_hopeful = False
-        """True if a plan may fit, as far as `_is_hopeless` can tell. It is not asked again for smaller budgets."""
+        """True if a plan is known to fit, or may fit as far as `_is_hopeless` can tell. It stays so in later calls."""
         self._hopeless_bytes = -1
         """Largest budget that is known to be too small for any plan."""
         self.tried: set[Config] = set()
@@ -116,8 +116,8 @@ class Chooser:
 
         Args:
             budget: maximum peak in bytes: one number for all configurations, or a function of the configuration.
-            below_ns: only plans that take less time, in nanoseconds, are considered, because a plan that takes this
-                time is known to fit. Infinite if none is known.
+            below_ns: only plans that take less than this time in nanoseconds are considered. If it is finite, a slower
+                plan is known to fit.
         """
         self._is_hopeful |= below_ns < math.inf
         budget_of = budget if callable(budget) else lambda config: budget
@@ -176,8 +176,8 @@ class Chooser:
         return budget_bytes <= self._hopeless_bytes
 
     def _may_fit(self, budget_bytes: int) -> Iterator[bool]:
-        """Yields, for each configuration without chunks, False if its most micro-batches prove that it cannot fit."""
-        configs = list(self.configurations.with_recompute())
+        """Yields for each configuration with recompute False if its most micro-batches prove that it cannot fit."""
+        configs = list(self.configurations.that_may_recompute())
         self._prefetcher.smallest(
             (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs
         )

@@ -321,7 +321,7 @@ def smallest(session: PlanningSession, space: SearchSpace, constraints: Constrai
     """
     session.watch.stage("searching for the smallest plan")
     smallest = session.measure_at_smallest_budget(
-        certify_found(session, lambda: smallest_promise(session, space, constraints))
+        certify_found(session, lambda: choice_with_smallest_promise(session, space, constraints))
     )
     session.note(smallest, constraints)
     # If slack is a large part of the total, a faster plan with a larger promise may need no more memory, or even less.
@@ -351,7 +351,7 @@ def smallest(session: PlanningSession, space: SearchSpace, constraints: Constrai
     return smallest
 
 
-def smallest_promise(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Choice:
+def choice_with_smallest_promise(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Choice:
     """Returns the choice with the smallest promised peak. The loss may be in the maximum number of chunks.
 
     Among equal peaks, the choice with the number of chunks that follows from the budget is returned.

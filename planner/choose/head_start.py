@@ -100,7 +100,7 @@ class Fallback:
 
         Does nothing if the lower bound on its peak exceeds the budget, or if no layer may be checkpointed.
         """
-        config = min(Configurations(space).with_recompute(), key=guessing.lower_bound_bytes, default=None)
+        config = min(Configurations(space).that_may_recompute(), key=guessing.lower_bound_bytes, default=None)
         if config is None or guessing.lower_bound_bytes(config) > guessing.budget.tensor_bytes:
             return
         layers = candidate.modules_together(lambda path: _is_layer(path, guessing.workload.model))
@@ -160,7 +160,7 @@ def rehearse_baseline(session: PlanningSession, constraints: Constraints, fallba
             fallback.prepare(guessing, space)
             choice = first_to_certify(guessing, space, constraints)
             if choice is not None and choice.decisions:
-                session.certificates.begin(choice.rehearsed)
+                session.certificates.begin(choice.rehearsed_decisions)
     recordings.begin_comparison()  # unless it was begun
     _ = session.baseline_graph
     recordings.confirm()

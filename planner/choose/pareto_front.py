@@ -45,7 +45,7 @@ _STEEPEST = 4
 _ALIKE = 1.01
 """Two plans whose step times have at most this ratio count as equally fast: the smaller one is enough."""
 _MOST_UNFINISHED = 3
-"""A further budget is searched only if at most this number of plans are being certified or wait for it."""
+"""Maximum number of plans that are being certified, or wait for it, when a search under another budget begins."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class Front:
     """Certified plans, from the fastest to the smallest: each plan is slower and smaller than the one before it."""
 
     points: tuple[Certified, ...]
-    """The plans in this order, each measured under the smallest budget in which it runs."""
+    """The plans in this order, each measured under the smallest budget in which it runs, if there was time for it."""
     complete: bool
-    """False if time ran out: other plans may exist between the plans in `points`."""
+    """False if time ran out: other plans may exist between the plans in `points`, and smaller ones."""
 
 
 def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int | None) -> Front:
@@ -79,13 +79,13 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
         )
     began = time.monotonic()
     total_bytes(session.baseline)  # recorded before the search begins, to know how long a rehearsal takes
-    seconds = time.monotonic() - began
+    estimate_seconds = 2 * (time.monotonic() - began)  # as long again for the smallest budget
     points: list[Certified] = []
 
     def search() -> bool:
-        if session.recordings.is_dropped:  # what was found with them may recompute what it must not
+        if session.recordings.is_dropped:  # plans from wrong recordings may recompute a module that must not run twice
             points.clear()
-        return _search(session, constraints, vram_bytes, BackgroundCertification(session, 2 * seconds), points)
+        return _search(session, constraints, vram_bytes, BackgroundCertification(session, estimate_seconds), points)
 
     is_complete = fitting.repeated_if_dropped(session, search)
     if not is_complete and not constraints.forced:
@@ -106,12 +106,13 @@ def _search(
     """Search budgets and certify what is found. Returns True if the time was enough for both.
 
     Args:
+        certification: certifies the plans that are found.
         points: receives the certified plans, also if the time is up.
     """
     is_complete, watch = False, session.watch
     with contextlib.closing(certification), watch.meanwhile(certification.advance):
         try:
-            with contextlib.suppress(TimeIsUp), watch.leaving(lambda: certification.seconds_left):
+            with contextlib.suppress(TimeIsUp), watch.leaving(lambda: certification.needed_seconds):
                 _search_budgets(session, constraints, vram_bytes, certification, points)
                 is_complete = True
             certification.wait()
@@ -132,7 +133,8 @@ def _search_budgets(
     """Search the largest budget, the user's budget, and then smaller budgets until the smallest plan is found.
 
     Args:
-        points: receives the plans that are certified by the search.
+        certification: receives the choices that are found.
+        points: receives the plans that `fitting.best` and `fitting.smallest` certify.
 
     Raises:
         TimeIsUp: the time is up.
@@ -149,28 +151,33 @@ def _search_budgets(
             raise
         if point is not None:
             points.append(point)
-            answers.known[point.choice.peak_bytes] = point.choice
+            answers.add(point.choice)
     budgeted = _with_smallest_budget(session, constraints)
     space = budgeted.search_space(constraints)
     # A small plan that is quickly found: with one configuration in the fastest precision, and with the whole batch.
     part = dataclasses.replace(space, precisions=space.precisions[-1:], splits=space.splits[:1])
-    least = min(Configurations(part).with_recompute(), key=session.lower_bound_bytes, default=None)
-    with contextlib.suppress(PlannerError):  # the search in the whole space raises it again
+    least = min(Configurations(part).that_may_recompute(), key=session.lower_bound_bytes, default=None)
+    with contextlib.suppress(PlannerError):  # the search in the whole space raises it, unless other plans are possible
         if least is not None:
             answers.add(budgeted.chooser(part.restricted_to(least), constraints).smallest())
     answers.search_between()
-    answers.search(min(answers.known))  # in the whole space, a faster plan may be as small
+    answers.search(min(answers.fastest))  # in the whole space, a faster plan may be as small
     session.watch.stage("searching for the smallest plan")
-    answers.add(fitting.smallest_promise(budgeted, space, constraints))
+    answers.add(fitting.choice_with_smallest_promise(budgeted, space, constraints))
     answers.search_between()
     # With slack, the plan with the smallest promise may be neither the smallest nor the fastest one of its size.
     smallest = fitting.smallest(budgeted, space, constraints)
     if smallest.choice.decisions or not constraints.forced:
-        points += [smallest, _no_larger(session, constraints, smallest)]
+        points += [smallest, faster := _no_larger(session, constraints, smallest)]
+        certification.add(faster.choice)
 
 
 class _Answers:
-    """Searches the fastest plans for budgets. The budgets and promises are in bytes of tensors."""
+    """Searches for the fastest plans under several budgets.
+
+    Budgets are the bytes that the allocator may reserve, without the CUDA context. As in promises, fragmentation counts
+    as 0.
+    """
 
     def __init__(
         self, session: PlanningSession, constraints: Constraints, certification: BackgroundCertification
@@ -180,36 +187,40 @@ class _Answers:
             certification: certifies the plans that are found.
         """
         self._session, self._constraints, self._certification = session, constraints, certification
-        self.known: dict[int, Choice | None] = {}
-        """By searched budget, the fastest choice; None if no plan fits."""
+        self.fastest: dict[int, Choice | None] = {}
+        """By budget in bytes, the fastest choice so far; None if no allowed plan is known to fit."""
 
     def search(self, budget_bytes: int) -> None:
-        """Search the fastest plan for a budget."""
+        """Search for the fastest plan under a budget in bytes."""
         session, constraints = self._session, self._constraints
         session.watch.check()
         self._certification.wait(_MOST_UNFINISHED)
+        session.watch.stage(f"searching for plans under other budgets, {len(self.fastest)} searched")
         budgeted = session.with_budget(budget_bytes + session.card.outside_bytes)
         chooser = budgeted.chooser(budgeted.search_space(constraints), constraints)
         # More memory is never slower: the answer for a smaller budget counts here, unless a faster plan is found.
-        smaller = [choice for choice in self.known.values() if choice and choice.peak_bytes <= budget_bytes]
+        smaller = [choice for choice in self.fastest.values() if choice and choice.peak_bytes <= budget_bytes]
         known = min(smaller, key=lambda choice: choice.step_ns, default=None)
         faster = chooser.fastest(budget_bytes, below_ns=known.step_ns / _ALIKE if known else math.inf)
-        self.known[budget_bytes] = answer = faster or known
+        self.fastest[budget_bytes] = answer = faster or known
         self._certification.add(answer)
 
     def add(self, choice: Choice) -> None:
-        """Add the choice with the smallest promise, which is the answer for a budget of its size, if it is allowed."""
+        """Add a choice as the answer for a budget of its promised peak.
+
+        The answer is None if the choice is slower than the constraints allow, or if it is the baseline and a technique
+        is forced.
+        """
         slowest_ns = self._session.slowest_ns(self._constraints)
         is_allowed = choice.step_ns <= slowest_ns and (choice.decisions or not self._constraints.forced)
-        self.known[choice.peak_bytes] = answer = choice if is_allowed else None
+        self.fastest[choice.peak_bytes] = answer = choice if is_allowed else None
         self._certification.add(answer)
 
     def search_between(self) -> None:
-        """Search budgets between the known ones until all unknown rectangles are narrow (rectangle elimination)."""
-        peaks = [choice.peak_bytes for choice in self.known.values() if choice is not None]
-        narrow_bytes = _STEP * (max(peaks, default=0) - min(self.known))
-        while (budget_bytes := _widest(self.known, narrow_bytes)) is not None:
-            self._session.watch.stage(f"searching between budgets, {len(self.known)} searched")
+        """Search under budgets between the known ones until all unknown rectangles are narrow."""
+        peaks = [choice.peak_bytes for choice in self.fastest.values() if choice is not None]
+        narrow_bytes = _STEP * (max(peaks, default=0) - min(self.fastest))
+        while (budget_bytes := _widest(self.fastest, narrow_bytes)) is not None:
             self.search(budget_bytes)
 
 

@@ -238,14 +238,14 @@ class PlanningSession:
     def certify(self, choice: Choice) -> Certified:
         """Return a choice with its certificate, and with its footprint under the budget."""
         self.watch.check()
-        return self.with_allocator(choice, self.certificate_of(choice), self._usable_bytes)
+        return self.certified_within(choice, self.certificate_of(choice), self._usable_bytes)
 
     def certificate_of(self, choice: Choice) -> StepGraph:
-        """Return the recording of the step that the decisions of a choice rewrite."""
-        return self.certificates.of(choice.rehearsed) if choice.rehearsed else self.baseline_graph
+        """Return the recording of the rewritten step. Raises `StepError` if the step cannot be rehearsed."""
+        return self.certificates.of(choice.rehearsed_decisions) if choice.rehearsed_decisions else self.baseline_graph
 
-    def with_allocator(self, choice: Choice, graph: StepGraph, total_bytes: int | None) -> Certified:
-        """Return a choice with its certificate `graph`, and with its footprint within `total_bytes`.
+    def certified_within(self, choice: Choice, graph: StepGraph, total_bytes: int | None) -> Certified:
+        """Return a choice with its certificate `graph`, and with its footprint under a budget (None for no limit).
 
         The alternatives for the options of the allocator are tried in order of preference. The choice gets the first
         one with which the step fits without releasing cached memory, or else the first one with which it fits.
@@ -269,7 +269,7 @@ class PlanningSession:
 
     def with_each_allocator(self, choice: Choice) -> list[tuple[Decision, ...]]:
         """Return the decisions of a choice with each alternative for the options of the allocator."""
-        return [(*choice.rehearsed, *allocator) for allocator in choice.allocators]
+        return [(*choice.rehearsed_decisions, *allocator) for allocator in choice.allocators]
 
     def note(self, certified: Certified, constraints: Constraints) -> None:
         """Note a certified plan of the search, so that it is known if the time is up, and report it if it is better."""
@@ -359,7 +359,7 @@ class PlanningSession:
         `measured.fits` of the result says whether the step fits the session's budget.
         """
         total_bytes = max(self.budget.usable_bytes, self.smallest_budget_bytes(certified))
-        measured = self.with_allocator(certified.choice, certified.graph, total_bytes)
+        measured = self.certified_within(certified.choice, certified.graph, total_bytes)
         fits = total_bytes <= self.budget.usable_bytes
         return dataclasses.replace(measured, measured=dataclasses.replace(measured.measured, fits=fits))
 

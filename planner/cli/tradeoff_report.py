@@ -20,7 +20,8 @@ def render_tradeoff(tradeoff: Tradeoff) -> RenderableType:
     if not tradeoff.complete:
         parts.append(
             Text(
-                "The time ran out: there may be more plans between these. Give it more with --time-limit.", style="dim"
+                "The time ran out: more plans may exist between these, and smaller ones. Set a longer --time-limit.",
+                style="dim",
             )
         )
     parts.append(

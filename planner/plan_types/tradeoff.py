@@ -20,7 +20,7 @@ class Tradeoff:
     usable_bytes: int | None
     """The user's budget, but at most the memory of the card; None without a budget."""
     complete: bool
-    """False if time ran out: other plans may exist between the plans in `points`."""
+    """False if time ran out: other plans may exist between the plans in `points`, and smaller ones."""
     seconds: float
 
     @property

@@ -71,7 +71,8 @@ class Watch:
         self._began = self._reported - elapsed_seconds
         self._deadlines = [math.inf if seconds is None else self._began + seconds]
         self._until_found: float | None = None
-        self._reserved: Callable[[], float] = float
+        self._reserved: Callable[[], float] = lambda: 0.0
+        """Returns the time in seconds to leave for what follows the present part (`leaving`)."""
         self._stage = "starting"
         self._best: tuple[int, float] | None = None
         self._is_ended = self._goes_on = False
@@ -89,7 +90,7 @@ class Watch:
 
     @property
     def _deadline(self) -> float:
-        """The earliest moment at which a present limit is over."""
+        """The earliest moment at which a present limit is over, minus the time that `leaving` reserves."""
         until = min(self._deadlines if self._until_found is None else (*self._deadlines, self._until_found))
         return until - self._reserved()
 
@@ -127,7 +128,7 @@ class Watch:
     def check(self) -> None:
         """Report progress if the last report is a second old, and call the function that was given to `meanwhile`.
 
-        Raises `TimeIsUp` if the time limit is over. A check inside of that function does nothing, so that the time
+        Raises `TimeIsUp` if a limit is over. A check inside of that function does nothing, so that the time
         limit does not end it.
         """
         self.is_checked = True
@@ -168,10 +169,10 @@ class Watch:
 
     @contextlib.contextmanager
     def leaving(self, seconds: Callable[[], float]) -> Iterator[None]:
-        """Limit the time of a part of planning so that time is left for what follows it.
+        """End a part of planning early enough that time is left for what follows it.
 
         Args:
-            seconds: returns the time in seconds that has to be left. It may change meanwhile.
+            seconds: returns the time in seconds to leave. It is called at each check, so that its result may change.
         """
         previous, self._reserved = self._reserved, seconds
         try:

@@ -56,9 +56,12 @@ class Configurations:
         update = with_roles(config, Role.UPDATE_TIME)
         return len(self._space.losses) > 1 and not has_role(config, Role.LOSS) and update not in self._unchunked
 
-    def with_recompute(self) -> Iterator[Config]:
-        """Yields the configurations in which modules may be recomputed: not those that could have their loss in chunks,
-        because chunks come first."""
+    def that_may_recompute(self) -> Iterator[Config]:
+        """Yields the configurations in which modules may be recomputed.
+
+        A configuration without chunks is left out if the loss can be computed in chunks, because chunks save more
+        memory and cost less time.
+        """
         return (config for config in self if not self.could_use_chunks(config))
 
     def leave_chunks_out(self, update: Config) -> bool:

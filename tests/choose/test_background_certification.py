@@ -1,4 +1,4 @@
-"""The plans of a trade-off are certified while the search goes on, and what is certified when it ends is returned."""
+"""The plans of a trade-off are certified while the search goes on, and those certified before it ends are returned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.choose.pareto_front import Front, front
 from planner.errors import MachineError
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.recompute_decisions import Checkpoint
-from planner.progress import Watch
+from planner.progress import TimeIsUp, Watch
 from planner.workload.budget import card_and_budget
 from planner.workload.workload import workload
 from tests.recompute.test_left_out import FORBIDDEN, RefusesTapes
@@ -31,6 +31,10 @@ def mean(output, batch):
     return output.mean()
 
 
+def late(*of):
+    raise TimeIsUp
+
+
 def found(watch: Watch | None = None, gpu: str = "bare") -> Front:
     card, _ = card_and_budget(gpu, None)
     constraints = parse_constraints(fidelity="exact", force=(), forbid=("optimizer-kernel",))
@@ -40,7 +44,7 @@ def found(watch: Watch | None = None, gpu: str = "bare") -> Front:
         return front(session, constraints, vram_bytes=None)
 
 
-def totals(points) -> list[tuple[int, int]]:
+def bytes_and_ns(points) -> list[tuple[int, int]]:
     return [(point.measured.footprint.total_bytes, point.measured.footprint.step_ns) for point in points]
 
 
@@ -49,30 +53,30 @@ def whole() -> Front:
     return found()
 
 
-def test_plans_that_are_certified_when_the_user_ends_the_search_are_returned(whole, monkeypatch):
+def test_plans_certified_before_the_user_ends_the_search_are_returned(whole, monkeypatch):
     certified: list[Choice] = []
-    finish = BackgroundCertification._finish
+    finish = BackgroundCertification._finish_measurement
 
-    def finish_and_end(self, work):
-        finish(self, work)
-        certified.append(work.choice)
+    def finish_and_end(self, found):
+        finish(self, found)
+        certified.append(found.choice)
         if len(certified) == 3:
             watch.end()
 
     watch = Watch()
-    monkeypatch.setattr(BackgroundCertification, "_finish", finish_and_end)
+    monkeypatch.setattr(BackgroundCertification, "_finish_measurement", finish_and_end)
     early = found(watch)
     assert whole.complete and not early.complete
     assert len(certified) == 3 and {choice.decisions for choice in certified if choice.decisions} <= {
         point.choice.decisions for point in early.points
     }
-    for total_bytes, step_ns in totals(early.points):
-        assert any(size <= total_bytes and ns <= step_ns for size, ns in totals(whole.points))
+    for total_bytes, step_ns in bytes_and_ns(early.points):
+        assert any(size <= total_bytes and ns <= step_ns for size, ns in bytes_and_ns(whole.points))
 
 
 def test_the_search_ends_in_time_for_the_certificates_of_what_it_has_found(whole, monkeypatch):
     """With a reserve of all the time that is left, nothing is searched after the first plans."""
-    monkeypatch.setattr(BackgroundCertification, "seconds_left", property(lambda self: 1e6 * (len(self._added) > 2)))
+    monkeypatch.setattr(BackgroundCertification, "needed_seconds", property(lambda self: 1e6 * (len(self._added) > 2)))
     early = found(Watch(seconds=600))
     assert not early.complete
     assert 2 <= len(early.points) < len(whole.points)
@@ -107,7 +111,7 @@ def test_plans_that_follow_from_wrong_recordings_are_forgotten(whole, monkeypatc
 
     def drop_once(session, certified):
         check(session, certified)
-        if not dropped and totals([certified])[0] in totals(whole.points[1:-1]):
+        if not dropped and bytes_and_ns([certified])[0] in bytes_and_ns(whole.points[1:-1]):
             dropped.append(certified)
             session.recordings._shortening.is_dropped = True
             raise fitting._DroppedError
@@ -115,27 +119,48 @@ def test_plans_that_follow_from_wrong_recordings_are_forgotten(whole, monkeypatc
     monkeypatch.setattr(fitting, "check_recordings", drop_once)
     again = found()
     assert len(dropped) == 1 and not any(point is dropped[0] for point in again.points)
-    assert totals(again.points) == totals(whole.points)
+    assert bytes_and_ns(again.points) == bytes_and_ns(whole.points)
 
 
 def test_each_choice_is_certified_once_and_the_baseline_is_not_rehearsed_again(monkeypatch):
     begun, begin = [], Certificates.begin_in_background
-    monkeypatch.setattr(
-        Certificates, "begin_in_background", lambda self, decisions: begun.append(decisions) or begin(self, decisions)
-    )
-    monkeypatch.setattr(fitting, "smallest", lambda *of: Watch(seconds=0).check())  # it certifies plans on its own
+
+    def noting(self, decisions):
+        if not self._is_known(decisions):
+            begun.append(decisions)
+        begin(self, decisions)
+
+    monkeypatch.setattr(Certificates, "begin_in_background", noting)
+    monkeypatch.setattr(fitting, "smallest", late)  # it certifies plans on its own
     points = found().points
     assert all(begun) and len(begun) == len(set(begun))
     assert {point.choice.decisions for point in points} <= {(), *begun}
     assert any(isinstance(decision, Checkpoint) for decisions in begun for decision in decisions)
 
 
+def test_a_rehearsal_that_the_search_ends_is_begun_again(whole, monkeypatch):
+    ended, begin = [], Certificates.begin_in_background
+
+    def begin_and_end(self, decisions):
+        if decisions in ended:
+            begin(self, decisions)
+        elif not self._is_known(decisions):
+            ended.append(decisions)
+            self.begin(decisions)
+            self._end_begun()
+
+    monkeypatch.setattr(Certificates, "begin_in_background", begin_and_end)
+    again = found(Watch(seconds=60))
+    assert ended and again.complete
+    assert bytes_and_ns(again.points) == bytes_and_ns(whole.points)
+
+
 def test_the_estimate_counts_each_choice_that_is_unfinished_and_one_more():
     certification = BackgroundCertification(None, 10.0)
-    assert certification.seconds_left == 5.0
+    assert certification.needed_seconds == 5.0
     choices = [Choice(decisions=(each,), peak_bytes=1, step_ns=1, status="", gap=0.0) for each in ("one", "other")]
     for choice in (*choices, choices[0], None):
         certification.add(choice)
-    assert certification.seconds_left == 15.0
+    assert certification.needed_seconds == 15.0
     certification._seconds += [6.0, 4.0]
-    assert certification.seconds_left == 7.5
+    assert certification.needed_seconds == 7.5

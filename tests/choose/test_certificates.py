@@ -58,7 +58,7 @@ def test_what_was_ahead_is_not_begun_again(begun):
     assert [(child.decisions, child.ended) for child in begun] == [(BF16, False)]
 
 
-def test_what_was_ahead_runs_on_in_the_background(begun):
+def test_a_foreseen_rehearsal_is_kept_by_begin_in_background(begun):
     made = certificates(begun)
     made.foresee(BF16)
     made.begin_in_background(BF16)

@@ -134,7 +134,7 @@ def test_with_little_time_certified_plans_are_there_and_the_rest_is_said_to_be_m
     assert found.points[0].peak == exact.points[0].peak
 
 
-@pytest.mark.parametrize("name", ["smallest_promise", "smallest"])
+@pytest.mark.parametrize("name", ["choice_with_smallest_promise", "smallest"])
 def test_small_plans_are_found_before_the_search_for_the_smallest_one(exact, folder, monkeypatch, capsys, name):
     monkeypatch.setattr(fitting, name, late)
     found = traded()
