@@ -188,6 +188,17 @@ FAULTS = (
         why="plans are missing without a message if their step cannot be rehearsed",
     ),
     Fault(
+        name="tradeoff-states-the-budget-as-memory",
+        path="planner/choose/pareto_front.py",
+        old="            answers.add(point.choice)\n",
+        new="            answers.fastest[point.choice.peak_bytes] = point.choice\n",
+        tests=(
+            "tests/choose/test_background_certification.py"
+            "::test_the_plan_at_the_budget_of_the_user_is_measured_under_the_smallest_budget_too",
+        ),
+        why="the memory of the plan at the user's budget includes cache that the allocator would release",
+    ),
+    Fault(
         name="tradeoff-waits-for-an-ended-rehearsal",
         path="planner/choose/background_certification.py",
         old="                self._session.certificates.begin_in_background(self._in_rehearsal.rehearsed_decisions)\n",

@@ -35,13 +35,13 @@ def late(*of):
     raise TimeIsUp
 
 
-def found(watch: Watch | None = None, gpu: str = "bare") -> Front:
+def found(watch: Watch | None = None, gpu: str = "bare", vram_bytes: int | None = None) -> Front:
     card, _ = card_and_budget(gpu, None)
     constraints = parse_constraints(fidelity="exact", force=(), forbid=("optimizer-kernel",))
     work = workload(net(), (torch.zeros(2048, 64),), loss_fn=mean)
     with pipeline.open_session(work, card, None, watch) as session:
         session.expect(constraints)
-        return front(session, constraints, vram_bytes=None)
+        return front(session, constraints, vram_bytes=vram_bytes)
 
 
 def bytes_and_ns(points) -> list[tuple[int, int]]:
@@ -81,6 +81,16 @@ def test_the_search_ends_in_time_for_the_certificates_of_what_it_has_found(whole
     assert not early.complete
     assert 2 <= len(early.points) < len(whole.points)
     assert all(point.choice.decisions for point in early.points[1:])
+
+
+def test_the_plan_at_the_budget_of_the_user_is_measured_under_the_smallest_budget_too(whole, monkeypatch):
+    added, at_budget, add, best = [], [], BackgroundCertification.add, fitting.best
+    monkeypatch.setattr(BackgroundCertification, "add", lambda self, choice: added.append(choice) or add(self, choice))
+    monkeypatch.setattr(fitting, "best", lambda *of: at_budget.append(best(*of)) or at_budget[0])
+    monkeypatch.setattr(fitting, "smallest", late)
+    total_bytes = bytes_and_ns(whole.points)[0][0]
+    found(vram_bytes=int(0.6 * total_bytes))
+    assert at_budget[0].choice.decisions and at_budget[0].choice in added
 
 
 def test_a_plan_that_cannot_be_rehearsed_leaves_its_technique_out():
