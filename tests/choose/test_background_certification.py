@@ -12,6 +12,7 @@ from planner.choose.background_certification import BackgroundCertification
 from planner.choose.certificates import Certificates
 from planner.choose.choice import Choice
 from planner.choose.pareto_front import Front, front
+from planner.choose.planning_session import Certified
 from planner.errors import MachineError
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.recompute_decisions import Checkpoint
@@ -84,13 +85,14 @@ def test_the_search_ends_in_time_for_the_certificates_of_what_it_has_found(whole
 
 
 def test_the_plan_at_the_budget_of_the_user_is_measured_under_the_smallest_budget_too(whole, monkeypatch):
-    added, at_budget, add, best = [], [], BackgroundCertification.add, fitting.best
-    monkeypatch.setattr(BackgroundCertification, "add", lambda self, choice: added.append(choice) or add(self, choice))
-    monkeypatch.setattr(fitting, "best", lambda *of: at_budget.append(best(*of)) or at_budget[0])
+    events, add, best = [], BackgroundCertification.add, fitting.best
+    monkeypatch.setattr(BackgroundCertification, "add", lambda self, choice: events.append(choice) or add(self, choice))
+    monkeypatch.setattr(fitting, "best", lambda *of: events.append(best(*of)) or events[-1])
     monkeypatch.setattr(fitting, "smallest", late)
     total_bytes = bytes_and_ns(whole.points)[0][0]
     found(vram_bytes=int(0.6 * total_bytes))
-    assert at_budget[0].choice.decisions and at_budget[0].choice in added
+    (number,) = (number for number, event in enumerate(events) if isinstance(event, Certified))
+    assert events[number].choice.decisions and events[number + 1] is events[number].choice
 
 
 def test_a_plan_that_cannot_be_rehearsed_leaves_its_technique_out():
