@@ -29,8 +29,7 @@ from benchmarks.card.budgets import CASES
 from benchmarks.card.models import Built, tokens
 from planner import pipeline
 from planner.choose import fitting
-from planner.choose.choice import TIE
-from planner.choose.planning_session import Certified
+from planner.choose.choice import TIE, Certified
 from planner.errors import TimeLimitError
 from planner.estimate.footprint import measure
 from planner.plan_types.constraints import parse_constraints

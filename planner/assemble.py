@@ -9,9 +9,9 @@ import time
 
 import torch
 
-from planner.choose.choice import TIE, Choice
+from planner.choose.choice import TIE, Certified, Choice
 from planner.choose.pareto_front import Front, total_bytes
-from planner.choose.planning_session import Certified, PlanningSession
+from planner.choose.planning_session import PlanningSession
 from planner.estimate.add_workspaces import has_searches
 from planner.estimate.allocation_stream import with_largest
 from planner.estimate.footprint import granularity_bytes, measure

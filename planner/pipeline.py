@@ -21,9 +21,10 @@ from collections.abc import Iterator, Sequence
 from planner.assemble import assemble_plan, assemble_tradeoff, early_note
 from planner.choose import fitting
 from planner.choose.certificates import Certificates
+from planner.choose.choice import Certified
 from planner.choose.head_start import Fallback, rehearse_baseline
 from planner.choose.pareto_front import front
-from planner.choose.planning_session import Certified, PlanningSession
+from planner.choose.planning_session import PlanningSession
 from planner.choose.relaxations import relaxations, shortfall_of
 from planner.errors import TimeLimitError
 from planner.estimate.footprint import smallest_total_bytes

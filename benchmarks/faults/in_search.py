@@ -199,6 +199,36 @@ FAULTS = (
         why="the memory of the plan at the user's budget includes cache that the allocator would release",
     ),
     Fault(
+        name="tradeoff-returns-unchecked-plans",
+        path="planner/choose/background_certification.py",
+        old="(self.points if point.is_as_promised else self._unchecked).append(point)",
+        new="self.points.append(point)",
+        tests=(
+            "tests/choose/test_background_certification.py::test_a_plan_is_not_returned_before_its_recordings_are_checked",
+        ),
+        why="when the time is up, plans are returned that may recompute a module which must not run twice",
+    ),
+    Fault(
+        name="tradeoff-certifies-what-was-left-out",
+        path="planner/choose/background_certification.py",
+        old="            if is_new or not searches.leaves_out(choice.decisions):\n",
+        new="            if True:\n",
+        tests=(
+            "tests/choose/test_background_certification.py::test_a_choice_with_what_was_left_out_meanwhile_is_dropped",
+        ),
+        why="checkpointing is left out for modules with which it works",
+    ),
+    Fault(
+        name="tradeoff-loses-its-smallest-plan",
+        path="planner/choose/pareto_front.py",
+        old="    points += _allowed(smallest, constraints)\n",
+        new="",
+        tests=(
+            "tests/choose/test_background_certification.py::test_the_smallest_plan_so_far_is_returned_if_the_time_is_up_before_it_is_compared",
+        ),
+        why="the smallest plan is certified and not returned if the time is up then",
+    ),
+    Fault(
         name="tradeoff-waits-for-an-ended-rehearsal",
         path="planner/choose/background_certification.py",
         old="                self._session.certificates.begin_in_background(self._in_rehearsal.rehearsed_decisions)\n",
@@ -237,8 +267,8 @@ FAULTS = (
     Fault(
         name="tradeoff-trusts-recordings",
         path="planner/choose/background_certification.py",
-        old="            fitting.check_recordings(self._session, self._unchecked.pop())\n",
-        new="            self._unchecked.pop()\n",
+        old="            fitting.check_recordings(self._session, self._unchecked[-1])\n",
+        new="",
         tests=(
             "tests/choose/test_background_certification.py::test_plans_that_follow_from_wrong_recordings_are_forgotten",
         ),

@@ -14,8 +14,8 @@ import statistics
 import time
 
 from planner.choose import fitting
-from planner.choose.choice import Choice
-from planner.choose.planning_session import Certified, PlanningSession
+from planner.choose.choice import Certified, Choice
+from planner.choose.planning_session import PlanningSession
 from planner.errors import PlannerError
 from planner.estimate.footprint import smallest_of
 from planner.plan_types.decision_base import Decision
@@ -53,8 +53,8 @@ class BackgroundCertification:
             first_estimate_seconds: estimated time in seconds to certify a choice, used until one is certified.
         """
         self._session, self._first_estimate_seconds = session, first_estimate_seconds
-        self._added: set[tuple[Decision, ...]] = set()
-        """Decisions of all choices that were added."""
+        self._added: dict[tuple[Decision, ...], int] = {}
+        """By the decisions of each choice that was added: how often the session had left something out before."""
         self._waiting: collections.deque[Choice] = collections.deque()
         self._in_rehearsal: Choice | None = None
         """The choice that is being rehearsed, or that has been rehearsed and waits for its measurement."""
@@ -66,7 +66,7 @@ class BackgroundCertification:
         self._error: PlannerError | None = None
         """Any other error that `advance` has met, for `raise_errors`."""
         self._unchecked: list[Certified] = []
-        """Plans for which `raise_errors` has not checked yet that the recordings were right."""
+        """Plans that are not what was promised, until `raise_errors` has checked that the recordings were right."""
         self.points: list[Certified] = []
         """The certified plans, each measured under the smallest budget in which it runs."""
 
@@ -76,7 +76,7 @@ class BackgroundCertification:
         Does nothing if the choice is None, or if a choice with the same decisions was added before.
         """
         if choice is not None and choice.decisions not in self._added:
-            self._added.add(choice.decisions)
+            self._added[choice.decisions] = self._session.searches.number_left_out
             self._waiting.append(choice)
 
     @property
@@ -130,11 +130,10 @@ class BackgroundCertification:
         child.in_background()
 
     def _finish_measurement(self, found: _Measurement) -> None:
-        """Add a plan whose smallest budget is known to `points`."""
+        """Measure a plan whose smallest budget is known."""
         before, self._in_measurement = _seconds_of_children(), None
         point = self._session.certified_within(found.choice, found.graph, found.child.result())
-        self.points.append(point)
-        self._unchecked.append(point)
+        (self.points if point.is_as_promised else self._unchecked).append(point)
         self._seconds.append(found.seconds + _seconds_of_children() - before)
 
     def raise_errors(self) -> None:
@@ -149,12 +148,17 @@ class BackgroundCertification:
         """
         if self._error is not None:
             raise self._error
+        searches = self._session.searches
         while self._failed:
             choice = self._failed.pop()
-            fitting.certify(self._session, choice)
-            self._waiting.append(choice)
+            # A search of its own, such as that of `fitting.best`, may have left out meanwhile what fails here.
+            is_new = searches.number_left_out == self._added[choice.decisions]
+            if is_new or not searches.leaves_out(choice.decisions):
+                fitting.certify(self._session, choice)
+                self._waiting.append(choice)
         while self._unchecked:
-            fitting.check_recordings(self._session, self._unchecked.pop())
+            fitting.check_recordings(self._session, self._unchecked[-1])
+            self.points.append(self._unchecked.pop())
 
     def wait(self, most_unfinished: int = 0) -> None:
         """Wait until few choices are unfinished. Call it inside of `watch.meanwhile(certification.advance)`.

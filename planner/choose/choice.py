@@ -1,11 +1,11 @@
-"""The result of the chooser: a plan before it is certified."""
+"""`Choice`: a plan before its certificate, which the chooser returns. `Certified`: a plan with its certificate."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from planner.estimate.footprint import predicted_missing_bytes
+from planner.estimate.footprint import Measured, predicted_missing_bytes
 from planner.plan_types.decision_base import Decision, Role, fidelity_of, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
@@ -66,6 +66,22 @@ class Choice:
     def rank(self) -> tuple[int, int, int]:
         """Sort key among equally fast plans: fidelity (0 is exact), number of decisions, step time. The least wins."""
         return fidelity_of(self.decisions), len(self.decisions), self.step_ns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Certified:
+    """A choice with its certificate: the recording of its rewritten step, and the footprint of that step."""
+
+    choice: Choice
+    graph: StepGraph
+    measured: Measured
+    more_bytes: int = 0
+    """Bytes by which the promise is too low, because it counts smaller workspaces (`with_slower_algorithms`)."""
+
+    @property
+    def is_as_promised(self) -> bool:
+        """True if the peak of the certificate is what the choice promised."""
+        return self.choice.peak_bytes + self.more_bytes == self.measured.curve_bytes
 
 
 def simplest_in_tie(found: Sequence[Choice]) -> Choice:

@@ -26,9 +26,9 @@ from typing import TypeVar
 
 from planner.allocator.settings import SMALL_SEGMENT_BYTES
 from planner.choose.budget_search import PromiseBudgets, search
-from planner.choose.choice import TIE, Choice
+from planner.choose.choice import TIE, Certified, Choice
 from planner.choose.chooser import Chooser
-from planner.choose.planning_session import Certified, PlanningSession
+from planner.choose.planning_session import PlanningSession
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
@@ -242,9 +242,7 @@ def check_recordings(session: PlanningSession, certified: Certified) -> None:
     They are compared with recordings of all layers only if the certificate is not what was promised. This happens for
     other reasons, too. The search has to be called by `repeated_if_dropped`.
     """
-    promised_bytes = certified.choice.peak_bytes + certified.more_bytes
-    is_as_promised = promised_bytes == certified.measured.curve_bytes
-    if not is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions):
+    if not certified.is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions):
         raise _DroppedError
 
 

@@ -19,9 +19,9 @@ import dataclasses
 import torch
 
 from planner.choose.candidates import Candidate
-from planner.choose.choice import Choice
+from planner.choose.choice import Certified, Choice
 from planner.choose.fitting import first_to_certify
-from planner.choose.planning_session import Certified, PlanningSession
+from planner.choose.planning_session import PlanningSession
 from planner.errors import PlannerError, StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Role

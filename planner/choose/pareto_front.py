@@ -27,8 +27,8 @@ import time
 
 from planner.choose import fitting
 from planner.choose.background_certification import BackgroundCertification
-from planner.choose.choice import Choice
-from planner.choose.planning_session import Certified, PlanningSession
+from planner.choose.choice import Certified, Choice
+from planner.choose.planning_session import PlanningSession
 from planner.errors import DecisionError, PlannerError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Role
@@ -166,9 +166,14 @@ def _search_budgets(
     answers.add(fitting.choice_with_smallest_promise(budgeted, space, constraints))
     answers.search_between()
     # With slack, the plan with the smallest promise may be neither the smallest nor the fastest one of its size.
-    smallest = fitting.smallest(budgeted, space, constraints)
-    if smallest.choice.decisions or not constraints.forced:
-        points += [smallest, faster := _no_larger(session, constraints, smallest)]
+    try:
+        smallest = fitting.smallest(budgeted, space, constraints)
+    except TimeIsUp:
+        points += _allowed(budgeted.smallest_known(), constraints)
+        raise
+    points += _allowed(smallest, constraints)
+    for faster in _allowed(_no_larger(session, constraints, smallest), constraints):
+        points.append(faster)
         certification.add(faster.choice)
 
 
@@ -227,6 +232,11 @@ class _Answers:
 def total_bytes(point: Certified) -> int:
     """Returns the total memory of the plan's process in bytes, as `nvidia-smi` shows it."""
     return point.measured.footprint.total_bytes
+
+
+def _allowed(plan: Certified, constraints: Constraints) -> list[Certified]:
+    """Returns a list with the plan; an empty list if the plan is the baseline, and a technique is forced."""
+    return [plan] if plan.choice.decisions or not constraints.forced else []
 
 
 def _no_larger(session: PlanningSession, constraints: Constraints, plan: Certified) -> Certified:

@@ -16,7 +16,7 @@ import torch
 from planner.choose.bounds import Bounds, LeastUpdate, least_updates, optimizer_peak_bytes
 from planner.choose.candidates import Candidates, ChunkedCandidates
 from planner.choose.certificates import Certificates
-from planner.choose.choice import Choice
+from planner.choose.choice import Certified, Choice
 from planner.choose.chooser import Chooser
 from planner.choose.recordings import Recordings, Start
 from planner.choose.searches import Searches
@@ -48,17 +48,6 @@ StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Running]
 
 Arguments: the decisions of the step, the names of the trained parameters.
 """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Certified:
-    """A choice with its certificate: the recording of its rewritten step, and the footprint of that step."""
-
-    choice: Choice
-    graph: StepGraph
-    measured: Measured
-    more_bytes: int = 0
-    """Bytes by which the promise is too low, because it counts smaller workspaces (`with_slower_algorithms`)."""
 
 
 class PlanningSession:

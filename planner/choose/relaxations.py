@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from planner.choose import fitting
-from planner.choose.planning_session import Certified, PlanningSession
+from planner.choose.choice import Certified
+from planner.choose.planning_session import PlanningSession
 from planner.errors import StepError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Fidelity, Role, fidelity_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, without_roles
 from planner.plan_types.recompute_decisions import Recomputing
 from planner.plan_types.words import module_listing
-from planner.recompute.failing import Excluded, Setting
+from planner.recompute.failing import Excluded, Setting, setting_of
 from planner.space.configurations import Config
 from planner.space.search_space import SearchSpace
 
@@ -76,6 +76,21 @@ class Searches:
     def is_left_out(self, kind: type[Decision]) -> bool:
         """True if the technique is left out for all modules."""
         return _Failure(kind=kind) in self._failed
+
+    @property
+    def number_left_out(self) -> int:
+        """Number of times that something was left out."""
+        return len(self._failed)
+
+    def leaves_out(self, decisions: Sequence[Decision]) -> bool:
+        """True if one of the decisions of a plan is left out of later searches, for at least one of its modules."""
+        setting, used = setting_of(decisions), [d for d in decisions if isinstance(d, Recomputing)]
+        return any(
+            isinstance(decision, one.kind) and (not one.modules or (one.setting == setting and path in one.modules))
+            for one in self._failed
+            for decision in used
+            for path in decision.modules
+        )
 
     def without_failed(self, space: SearchSpace, constraints: Constraints) -> SearchSpace:
         """Returns a search space without the techniques that are left out as a whole, unless the user forces them."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
 import planner
 from planner import pipeline
-from planner.choose import background_certification, fitting
+from planner.choose import background_certification, fitting, pareto_front
 from planner.choose.background_certification import BackgroundCertification
 from planner.choose.certificates import Certificates
-from planner.choose.choice import Choice
+from planner.choose.choice import Certified, Choice
 from planner.choose.pareto_front import Front, front
-from planner.choose.planning_session import Certified
-from planner.errors import MachineError
+from planner.choose.searches import Searches
+from planner.errors import MachineError, StepError
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.progress import TimeIsUp, Watch
@@ -128,10 +130,44 @@ def test_plans_that_follow_from_wrong_recordings_are_forgotten(whole, monkeypatc
             session.recordings._shortening.is_dropped = True
             raise fitting._DroppedError
 
+    monkeypatch.setattr(Certified, "is_as_promised", False)
     monkeypatch.setattr(fitting, "check_recordings", drop_once)
     again = found()
     assert len(dropped) == 1 and not any(point is dropped[0] for point in again.points)
     assert bytes_and_ns(again.points) == bytes_and_ns(whole.points)
+
+
+def test_a_plan_is_not_returned_before_its_recordings_are_checked(whole, monkeypatch):
+    monkeypatch.setattr(Certified, "is_as_promised", False)
+    monkeypatch.setattr(fitting, "check_recordings", late)
+    assert bytes_and_ns(found().points) == bytes_and_ns(whole.points[:1])
+
+
+def test_a_choice_with_what_was_left_out_meanwhile_is_dropped(monkeypatch):
+    """Else the technique would be left out for more modules than those that fail."""
+    certified = []
+    monkeypatch.setattr(fitting, "certify", lambda session, choice: certified.append(choice))
+    searches = Searches()
+    certification = BackgroundCertification(types.SimpleNamespace(searches=searches), 1.0)
+    old, other, new = (
+        Choice(decisions=(Checkpoint(modules=paths),), peak_bytes=1, step_ns=1, status="", gap=0.0)
+        for paths in (("0.0", "1"), ("1",), ("0", "1"))
+    )
+    certification.add(old)
+    certification.add(other)
+    searches.leave_out({Checkpoint(modules=("0.0",)): StepError("it fails")}, ((), False), net())
+    certification.add(new)
+    certification._failed += [old, other, new]
+    certification.raise_errors()
+    assert certified == [new, other]
+
+
+def test_the_smallest_plan_so_far_is_returned_if_the_time_is_up_before_it_is_compared(monkeypatch):
+    monkeypatch.setattr(pareto_front, "_no_larger", late)
+    monkeypatch.setattr(BackgroundCertification, "add", lambda self, choice: None)
+    noted, smallest = [], fitting.smallest
+    monkeypatch.setattr(fitting, "smallest", lambda *of: noted.append(smallest(*of)) or noted[-1])
+    assert found().points[-1] is noted[0]
 
 
 def test_each_choice_is_certified_once_and_the_baseline_is_not_rehearsed_again(monkeypatch):
@@ -168,7 +204,7 @@ def test_a_rehearsal_that_the_search_ends_is_begun_again(whole, monkeypatch):
 
 
 def test_the_estimate_counts_each_choice_that_is_unfinished_and_one_more():
-    certification = BackgroundCertification(None, 10.0)
+    certification = BackgroundCertification(types.SimpleNamespace(searches=Searches()), 10.0)
     assert certification.needed_seconds == 5.0
     choices = [Choice(decisions=(each,), peak_bytes=1, step_ns=1, status="", gap=0.0) for each in ("one", "other")]
     for choice in (*choices, choices[0], None):
