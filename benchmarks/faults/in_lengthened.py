@@ -144,8 +144,8 @@ FAULTS = (
     Fault(
         name="lengthened-whatever-the-certificate-says",
         path="planner/choose/fitting.py",
-        old="    if not is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions):",
-        new="    if is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions):",
+        old="    if not certified.is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions):",
+        new="    if certified.is_as_promised and session.recordings.drop_if_wrong(certified.choice.decisions):",
         tests=(
             "tests/derive/test_shortening.py::test_a_plan_is_as_good_as_with_recordings_of_all_layers_if_another_precision_shows_a_difference",
         ),
