@@ -138,6 +138,19 @@ def test_plans_that_follow_from_wrong_recordings_are_forgotten(whole, monkeypatc
     assert bytes_and_ns(again.points) == bytes_and_ns(whole.points)
 
 
+def test_a_tradeoff_is_searched_again_if_a_search_within_it_drops_recordings(whole, monkeypatch):
+    smallest, calls = fitting.smallest, []
+
+    def dropping(session, space, constraints):
+        calls.append(session)
+        session.recordings._shortening.is_dropped = True
+        return smallest(session, space, constraints)
+
+    monkeypatch.setattr(fitting, "smallest", dropping)
+    assert bytes_and_ns(found().points) == bytes_and_ns(whole.points)
+    assert len(calls) == 2
+
+
 def test_a_plan_is_not_returned_before_its_recordings_are_checked(whole, monkeypatch):
     monkeypatch.setattr(Certified, "is_as_promised", False)
     monkeypatch.setattr(fitting, "check_recordings", late)
