@@ -221,12 +221,23 @@ FAULTS = (
     Fault(
         name="tradeoff-loses-its-smallest-plan",
         path="planner/choose/pareto_front.py",
-        old="    points += _allowed(smallest, constraints)\n",
+        old="    points.append(smallest)\n",
         new="",
         tests=(
             "tests/choose/test_background_certification.py::test_the_smallest_plan_so_far_is_returned_if_the_time_is_up_before_it_is_compared",
         ),
         why="the smallest plan is certified and not returned if the time is up then",
+    ),
+    Fault(
+        name="tradeoff-measures-a-plan-twice",
+        path="planner/choose/background_certification.py",
+        old="if choice is not None and choice.rehearsed_decisions not in self._added:",
+        new="if choice is not None and choice.decisions not in self._added:",
+        tests=(
+            "tests/choose/test_background_certification.py"
+            "::test_the_estimate_counts_each_choice_that_is_unfinished_and_one_more",
+        ),
+        why="a plan that a search has given options of the allocator is measured a second time",
     ),
     Fault(
         name="tradeoff-waits-for-an-ended-rehearsal",

@@ -54,7 +54,7 @@ class BackgroundCertification:
         """
         self._session, self._first_estimate_seconds = session, first_estimate_seconds
         self._added: dict[tuple[Decision, ...], int] = {}
-        """By the decisions of each choice that was added: how often the session had left something out before."""
+        """By the rehearsed decisions of each choice that was added: how often something had been left out before."""
         self._waiting: collections.deque[Choice] = collections.deque()
         self._in_rehearsal: Choice | None = None
         """The choice that is being rehearsed, or that has been rehearsed and waits for its measurement."""
@@ -73,10 +73,10 @@ class BackgroundCertification:
     def add(self, choice: Choice | None) -> None:
         """Queue a choice, which `advance` will certify.
 
-        Does nothing if the choice is None, or if a choice with the same decisions was added before.
+        Does nothing if the choice is None, or if a choice with the same rehearsed decisions was added before.
         """
-        if choice is not None and choice.decisions not in self._added:
-            self._added[choice.decisions] = self._session.searches.number_left_out
+        if choice is not None and choice.rehearsed_decisions not in self._added:
+            self._added[choice.rehearsed_decisions] = self._session.searches.number_left_out
             self._waiting.append(choice)
 
     @property
@@ -152,7 +152,7 @@ class BackgroundCertification:
         while self._failed:
             choice = self._failed.pop()
             # A search of its own, such as that of `fitting.best`, may have left out meanwhile what fails here.
-            is_new = searches.number_left_out == self._added[choice.decisions]
+            is_new = searches.number_left_out == self._added[choice.rehearsed_decisions]
             if is_new or not searches.leaves_out(choice.decisions):
                 fitting.certify(self._session, choice)
                 self._waiting.append(choice)

@@ -88,9 +88,9 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
         return _search(session, constraints, vram_bytes, BackgroundCertification(session, estimate_seconds), points)
 
     is_complete = fitting.repeated_if_dropped(session, search)
-    if not is_complete and not constraints.forced:
+    if not is_complete:
         points.append(session.baseline)
-    kept = _undominated([point for point in points if session.quick_enough(point, constraints)])
+    kept = _undominated([point for point in points if _is_allowed(session, constraints, point)])
     if not kept and not is_complete:
         raise TimeIsUp
     return Front(points=kept, complete=is_complete)
@@ -169,12 +169,11 @@ def _search_budgets(
     try:
         smallest = fitting.smallest(budgeted, space, constraints)
     except TimeIsUp:
-        points += _allowed(budgeted.smallest_known(), constraints)
+        points.append(budgeted.smallest_known())
         raise
-    points += _allowed(smallest, constraints)
-    for faster in _allowed(_no_larger(session, constraints, smallest), constraints):
-        points.append(faster)
-        certification.add(faster.choice)
+    points.append(smallest)
+    points.append(_no_larger(session, constraints, smallest))
+    certification.add(points[-1].choice)
 
 
 class _Answers:
@@ -234,9 +233,9 @@ def total_bytes(point: Certified) -> int:
     return point.measured.footprint.total_bytes
 
 
-def _allowed(plan: Certified, constraints: Constraints) -> list[Certified]:
-    """Returns a list with the plan; an empty list if the plan is the baseline, and a technique is forced."""
-    return [plan] if plan.choice.decisions or not constraints.forced else []
+def _is_allowed(session: PlanningSession, constraints: Constraints, plan: Certified) -> bool:
+    """True if a plan is not slower than the constraints allow, and not the baseline although a technique is forced."""
+    return session.quick_enough(plan, constraints) and bool(plan.choice.decisions or not constraints.forced)
 
 
 def _no_larger(session: PlanningSession, constraints: Constraints, plan: Certified) -> Certified:

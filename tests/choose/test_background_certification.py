@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
@@ -17,6 +18,7 @@ from planner.choose.pareto_front import Front, front
 from planner.choose.searches import Searches
 from planner.errors import MachineError, StepError
 from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.decisions import Allocator
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.progress import TimeIsUp, Watch
 from planner.workload.budget import card_and_budget
@@ -38,8 +40,8 @@ def late(*of):
     raise TimeIsUp
 
 
-def found(watch: Watch | None = None, gpu: str = "bare", vram_bytes: int | None = None) -> Front:
-    card, _ = card_and_budget(gpu, None)
+def found(watch: Watch | None = None, vram_bytes: int | None = None) -> Front:
+    card, _ = card_and_budget("bare", None)
     constraints = parse_constraints(fidelity="exact", force=(), forbid=("optimizer-kernel",))
     work = workload(net(), (torch.zeros(2048, 64),), loss_fn=mean)
     with pipeline.open_session(work, card, None, watch) as session:
@@ -220,8 +222,12 @@ def test_a_rehearsal_that_the_search_ends_is_begun_again(whole, monkeypatch):
 def test_the_estimate_counts_each_choice_that_is_unfinished_and_one_more():
     certification = BackgroundCertification(types.SimpleNamespace(searches=Searches()), 10.0)
     assert certification.needed_seconds == 5.0
-    choices = [Choice(decisions=(each,), peak_bytes=1, step_ns=1, status="", gap=0.0) for each in ("one", "other")]
-    for choice in (*choices, choices[0], None):
+    one, other = (
+        Choice(decisions=(Checkpoint(modules=(path,)),), peak_bytes=1, step_ns=1, status="", gap=0.0)
+        for path in ("one", "other")
+    )
+    with_options = dataclasses.replace(one, decisions=(*one.decisions, Allocator(expandable_segments=True)))
+    for choice in (one, other, one, with_options, None):
         certification.add(choice)
     assert certification.needed_seconds == 15.0
     certification._seconds += [6.0, 4.0]
