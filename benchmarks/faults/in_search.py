@@ -229,6 +229,17 @@ FAULTS = (
         why="the smallest plan is certified and not returned if the time is up then",
     ),
     Fault(
+        name="search-notes-unchecked-plans",
+        path="planner/choose/fitting.py",
+        old="        check_recordings(session, certified)\n        session.note(certified, constraints)\n",
+        new="        session.note(certified, constraints)\n        check_recordings(session, certified)\n",
+        tests=(
+            "tests/choose/test_background_certification.py"
+            "::test_a_plan_is_not_returned_before_its_recordings_are_checked",
+        ),
+        why="when the time is up, a plan is returned that may recompute a module which must not run twice",
+    ),
+    Fault(
         name="tradeoff-measures-a-plan-twice",
         path="planner/choose/background_certification.py",
         old="if choice is not None and choice.rehearsed_decisions not in self._added:",

@@ -269,9 +269,9 @@ def _search_once(
     def missing_bytes_of(choice: Choice) -> int:
         session.watch.stage("certifying a plan")
         tried[choice] = certified = certify(session, choice)
+        check_recordings(session, certified)
         session.note(certified, constraints)
         session.watch.stage("searching")
-        check_recordings(session, certified)
         if certified.measured.fits:
             return 0
         usable_bytes = session.budget.usable_bytes

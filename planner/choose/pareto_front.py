@@ -55,7 +55,7 @@ class Front:
     points: tuple[Certified, ...]
     """The plans in this order, each measured under the smallest budget in which it runs, if there was time for it."""
     complete: bool
-    """False if time ran out: other plans may exist between the plans in `points`, and smaller ones."""
+    """False if time ran out: faster plans of the same size, and smaller plans, may exist."""
 
 
 def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int | None) -> Front:

@@ -20,7 +20,8 @@ def render_tradeoff(tradeoff: Tradeoff) -> RenderableType:
     if not tradeoff.complete:
         parts.append(
             Text(
-                "The time ran out: more plans may exist between these, and smaller ones. Set a longer --time-limit.",
+                "The time ran out: faster plans of the same size, and smaller plans, may exist. "
+                "Set a longer --time-limit.",
                 style="dim",
             )
         )

@@ -20,7 +20,7 @@ class Tradeoff:
     usable_bytes: int | None
     """The user's budget, but at most the memory of the card; None without a budget."""
     complete: bool
-    """False if time ran out: other plans may exist between the plans in `points`, and smaller ones."""
+    """False if time ran out: faster plans of the same size, and smaller plans, may exist."""
     seconds: float
 
     @property

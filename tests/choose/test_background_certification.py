@@ -156,7 +156,9 @@ def test_a_tradeoff_is_searched_again_if_a_search_within_it_drops_recordings(who
 def test_a_plan_is_not_returned_before_its_recordings_are_checked(whole, monkeypatch):
     monkeypatch.setattr(Certified, "is_as_promised", False)
     monkeypatch.setattr(fitting, "check_recordings", late)
-    assert bytes_and_ns(found().points) == bytes_and_ns(whole.points[:1])
+    baseline = bytes_and_ns(whole.points[:1])
+    assert bytes_and_ns(found().points) == baseline
+    assert bytes_and_ns(found(vram_bytes=int(0.6 * baseline[0][0])).points) == baseline
 
 
 def test_a_choice_with_what_was_left_out_meanwhile_is_dropped(monkeypatch):

@@ -186,7 +186,9 @@ def tradeoff_section(tradeoff: Tradeoff | None, drawing: str) -> str:
         size = format_size(plan.peak.total_bytes)
         rows.append((f"{mark}{escape(what)}", size, _ms(plan.peak.step_ns), ratio))
     table = _table(("plan", "memory", "step time", "x baseline"), rows, numbers=3)
-    more = "" if tradeoff.complete else " The time ran out: more plans may exist between these, and smaller ones."
+    more = (
+        "" if tradeoff.complete else " The time ran out: faster plans of the same size, and smaller plans, may exist."
+    )
     lead = f"Certified plans from the fastest to the smallest: every plan that needs less memory is slower.{more}"
     return _section("tradeoff", "Memory against step time", f'<p>{lead}</p><div class="front">{drawing}</div>{table}')
 
