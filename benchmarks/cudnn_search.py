@@ -23,7 +23,8 @@ from benchmarks.planning import console_with_versions
 from benchmarks.published import vision
 from planner import profiles
 from planner.estimate.add_workspaces import convolution_notes, with_known_algorithms, without_searches
-from planner.estimate.footprint import measure, smallest_total_bytes
+from planner.estimate.footprint import measure
+from planner.estimate.smallest_total import smallest_total_bytes
 from planner.pipeline import record_step
 from planner.plan_types.sizes import MIB
 from planner.recording.step_graph import StepGraph

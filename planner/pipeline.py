@@ -27,7 +27,7 @@ from planner.choose.pareto_front import front
 from planner.choose.planning_session import PlanningSession
 from planner.choose.relaxations import relaxations, shortfall_of
 from planner.errors import TimeLimitError
-from planner.estimate.footprint import smallest_total_bytes
+from planner.estimate.smallest_total import smallest_total_bytes
 from planner.kept.recordings import KeptRecordings
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision

@@ -13,7 +13,7 @@ from planner import pipeline, profiles
 from planner.assemble import assemble_plan
 from planner.choose import fitting
 from planner.errors import BudgetError, DecisionError, StepError, TimeLimitError, WorkloadError
-from planner.estimate.footprint import smallest_total_bytes
+from planner.estimate.smallest_total import smallest_total_bytes
 from planner.plan_types.constraints import Constraints, kinds_of
 from planner.plan_types.decision_base import Decision, Role
 from planner.plan_types.plan import Plan

@@ -17,7 +17,7 @@ from planner.choose import fitting
 from planner.choose.choice import Certified, Choice
 from planner.choose.planning_session import PlanningSession
 from planner.errors import PlannerError
-from planner.estimate.footprint import smallest_of
+from planner.estimate.smallest_total import smallest_of
 from planner.plan_types.decision_base import Decision
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph

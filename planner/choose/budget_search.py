@@ -54,6 +54,7 @@ BudgetOf = Callable[[Any], int]
 
 def search(
     propose: Callable[[BudgetOf, float], P | None],
+    is_certified_to_fit: Callable[[P], bool],
     missing_bytes_of: Callable[[P], int],
     predicted_missing_bytes: Callable[[P], int],
     *,
@@ -68,7 +69,8 @@ def search(
     Args:
         propose: function of the limit on promised bytes of each configuration, and of a limit on the step time in
             nanoseconds; returns the fastest plan within both limits, or None.
-        missing_bytes_of: function that certifies a plan and returns how many bytes it lacks; 0 or less if it fits.
+        is_certified_to_fit: function that certifies a plan and returns True if it fits.
+        missing_bytes_of: function that returns how many bytes a certified plan lacks that does not fit.
         predicted_missing_bytes: function that predicts how many bytes a plan lacks; 0 or less if the plan may fit. Of
             the plans that are predicted to fail, only the one that lacks the fewest bytes is certified, in the end: if
             a plan has fit, of those that are much faster and lack few bytes (`_NEAR`).
@@ -83,18 +85,19 @@ def search(
     predicted: list[tuple[int, P]] = []  # plans that are predicted to fail, each with the bytes that it lacks
     fits, certified = False, 0
 
-    def lacks(plan: P) -> int:
-        """Returns how many bytes a plan lacks, by a prediction or, if it may fit, by its certificate."""
+    def does_fit(plan: P) -> bool:
+        """Returns False if a plan fails by a prediction or, if it may fit, by its certificate."""
         nonlocal certified
         missing_bytes = predicted_missing_bytes(plan) if len(predicted) < predictions else 0
         if missing_bytes > 0:
             predicted.append((missing_bytes, plan))
-        else:
-            certified += 1
-            missing_bytes = missing_bytes_of(plan)
-        if missing_bytes > 0:
             failed.append(plan)
-        return missing_bytes
+            return False
+        certified += 1
+        if is_certified_to_fit(plan):
+            return True
+        failed.append(plan)
+        return False
 
     while certified < (min(attempts, hopeless) if best is None else attempts):
         below_ns = math.inf if best is None else best.step_ns / tie
@@ -105,14 +108,13 @@ def search(
             plan = propose(budgets.budget_of, below_ns)
         if plan is None:
             break
-        missing_bytes = lacks(plan)
-        fits = missing_bytes <= 0
+        number, fits = len(predicted), does_fit(plan)
         if fits:
             best = plan
         else:
-            budgets.fail(plan, missing_bytes)
+            budgets.fail(plan, predicted[-1][0] if len(predicted) > number else missing_bytes_of(plan))
     if best is not None and failed:
-        best = _between(propose, lacks, best, failed, may_certify=lambda: certified < attempts) or best
+        best = _between(propose, does_fit, best, failed, may_certify=lambda: certified < attempts) or best
     # A prediction may be wrong. If no plan has fit, or a much slower one, the nearest plan is certified after all.
     near = [
         (missing_bytes, plan)
@@ -121,13 +123,13 @@ def search(
     ]
     if near and certified < (min(attempts, hopeless) if best is None else attempts):
         _, plan = min(near, key=lambda found: found[0])
-        best = plan if missing_bytes_of(plan) <= 0 else best
+        best = plan if is_certified_to_fit(plan) else best
     return best
 
 
 def _between(
     propose: Callable[[BudgetOf, float], P | None],
-    lacks: Callable[[P], int],
+    does_fit: Callable[[P], bool],
     best: P,
     failed: Sequence[P],
     *,
@@ -149,7 +151,7 @@ def _between(
             return None
         if plan not in tried:
             tried.append(plan)
-            if lacks(plan) <= 0:
+            if does_fit(plan):
                 return plan
     return None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from planner.estimate.footprint import Measured, predicted_missing_bytes
+from planner.estimate.footprint import Measured
+from planner.estimate.smallest_total import predicted_missing_bytes
 from planner.plan_types.decision_base import Decision, Role, fidelity_of, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph

@@ -266,18 +266,19 @@ def _search_once(
         budget_bytes = session.budget.allocator_bytes  # the slack may be smaller than its first estimate
     tried: dict[Choice, Certified] = {}
 
-    def missing_bytes_of(choice: Choice) -> int:
+    def is_certified_to_fit(choice: Choice) -> bool:
         session.watch.stage("certifying a plan")
         tried[choice] = certified = certify(session, choice)
         check_recordings(session, certified)
         session.note(certified, constraints)
         session.watch.stage("searching")
-        if certified.measured.fits:
-            return 0
-        usable_bytes = session.budget.usable_bytes
-        return max(session.smallest_budget_bytes(certified, above_bytes=usable_bytes) - usable_bytes, 1)
+        return certified.measured.fits
 
-    choice = _searched(session, chooser, budget_bytes, missing_bytes_of, attempts, _PREDICTIONS * attempts)
+    def missing_bytes_of(choice: Choice) -> int:
+        return session.missing_bytes(tried[choice])
+
+    answers = is_certified_to_fit, missing_bytes_of
+    choice = _searched(session, chooser, budget_bytes, answers, attempts, _PREDICTIONS * attempts)
     return None if choice is None else tried[choice], tuple(tried.values())
 
 
@@ -285,13 +286,13 @@ def _searched(
     session: PlanningSession,
     chooser: Chooser,
     budget_bytes: int,
-    missing_bytes_of: Callable[[Choice], int],
+    answers: tuple[Callable[[Choice], bool], Callable[[Choice], int]],
     attempts: int,
     predictions: int,
 ) -> Choice | None:
     return search(
         lambda budget_of, below_ns: chooser.fastest(budget_of, below_ns=below_ns),
-        missing_bytes_of,
+        *answers,
         session.predicted_missing_bytes,
         budgets=PromiseBudgets(budget_bytes, finest_bytes=session.budget.tensor_bytes // _FINEST_STEP, tie=TIE),
         tie=TIE,
@@ -306,7 +307,8 @@ def first_to_certify(session: PlanningSession, space: SearchSpace, constraints: 
     chooser, budget_bytes = session.chooser(space, constraints), session.budget.tensor_bytes
     if chooser.fastest(budget_bytes) is None:
         return None
-    return _searched(session, chooser, budget_bytes, lambda choice: 0, 1, _PREDICTIONS * _ATTEMPTS)
+    answers = (lambda choice: True), (lambda choice: 0)
+    return _searched(session, chooser, budget_bytes, answers, 1, _PREDICTIONS * _ATTEMPTS)
 
 
 def smallest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified:

@@ -22,7 +22,8 @@ from planner.choose.recordings import Recordings, Start
 from planner.choose.searches import Searches
 from planner.derive.shortening import Shortening, runs_to_shorten
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
-from planner.estimate.footprint import Measured, measure, runs_within, smallest_of
+from planner.estimate.footprint import Measured, measure, runs_within
+from planner.estimate.smallest_total import missing_bytes, smallest_of
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role
 from planner.profiles.device import DeviceProfile
@@ -359,10 +360,15 @@ class PlanningSession:
         usable_bytes, possible = self.budget.usable_bytes, self.with_each_allocator(choice)
         return choice.prediction.missing_bytes(self.card, usable_bytes, tuple(possible), self._only_fastest)
 
-    def smallest_budget_bytes(self, certified: Certified, *, above_bytes: int = 0) -> int:
+    def smallest_budget_bytes(self, certified: Certified) -> int:
         """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""
-        alternatives, fastest = self.with_each_allocator(certified.choice), self._only_fastest
-        return smallest_of(certified.graph, self.card, alternatives, fastest=fastest, above_bytes=above_bytes)
+        alternatives = self.with_each_allocator(certified.choice)
+        return smallest_of(certified.graph, self.card, alternatives, fastest=self._only_fastest)
+
+    def missing_bytes(self, certified: Certified) -> int:
+        """Returns about how many bytes a certified plan lacks that does not fit (`smallest_total.missing_bytes`)."""
+        alternatives, usable_bytes = self.with_each_allocator(certified.choice), self.budget.usable_bytes
+        return missing_bytes(certified.graph, self.card, usable_bytes, alternatives, self._only_fastest)
 
     @functools.cached_property
     def lower_bound_bytes(self) -> Callable[[tuple[Decision, ...]], int]:

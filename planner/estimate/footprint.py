@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -24,16 +25,12 @@ from planner.estimate.allocation_stream import (
 )
 from planner.plan_types.decision_base import Decision, allocator_conf, micro_batches_of
 from planner.plan_types.plan import Footprint
-from planner.plan_types.sizes import MIB
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Category, StepGraph, Storage
 from planner.workspaces.registry import Trials
 
 ALLOCATOR_GRANULARITY_BYTES = 512
 """Multiple to which CUDA's caching allocator rounds sizes up (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
-
-_TOLERANCE_BYTES = 2 * MIB
-"""A plan is not predicted to fail by this number of bytes or fewer, the size of a small segment of the allocator."""
 
 
 def granularity_bytes(card: DeviceProfile) -> int:
@@ -110,16 +107,14 @@ def measure(
     tick, allocated, reserved, fits, retries = int(live.argmax()), curve_bytes, curve_bytes, True, 0
     capacity = None if vram_bytes is None else vram_bytes - card.outside_bytes
     if card.allocator:
-        ids, sizes, ticks = stream = allocation_stream(graph)
-        again, streams = last_round(graph, stream), streams_of_blocks(graph)
-        trials = trials_of_blocks(graph, fastest=fastest)
-        outcome = replayed((ids, sizes), card, capacity, settings, streams, trials, again)
+        step = AllocatingStep(graph, card, fastest=fastest)
+        outcome = step.replayed(capacity, settings)
         retries = outcome.retries
         if outcome.out_of_memory_event is not None:
             # The report says how much memory the step would need: replay it to its end, without a limit.
             fits = False
-            trials = trials_of_blocks(graph, fastest=True)
-            outcome = replayed((ids, sizes), card, None, without_limit(settings), streams, trials, again)
+            unlimited = step if fastest else dataclasses.replace(step, fastest=True)
+            outcome = unlimited.replayed(None, without_limit(settings))
         if outcome.taken:
             curve_bytes = least_bytes
             slower = tuple(graph.storages[index].op or 0 for index in storages_of_blocks(graph, outcome.taken))
@@ -127,7 +122,7 @@ def measure(
         searched = outcome.searched
         graph = with_largest(graph, searched)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
-        tick = int(ticks[outcome.peak_allocated_event])
+        tick = step.tick_of_peak(outcome)
     elif capacity is not None:
         fits = curve_bytes <= capacity
     by_category = graph.category_bytes(granularity_bytes=granularity)
@@ -156,99 +151,6 @@ def measure(
     )
 
 
-def smallest_total_bytes(
-    graph: StepGraph,
-    card: DeviceProfile,
-    decisions: Iterable[Decision] = (),
-    *,
-    within_bytes: int = 1 << 20,
-    fastest: bool = False,
-    above_bytes: int = 0,
-    below_bytes: int | None = None,
-) -> int:
-    """Returns a total in bytes in which the step runs, at most `within_bytes` above the smallest such total.
-
-    The total is found by bisection over the allocator's limit. When the allocator reaches its limit, it frees cached
-    segments, so a step can run in fewer bytes than it reserves without a limit. If a replay fits, the upper end of the
-    interval becomes the peak of the bytes that it reserved. This may be well below the tried limit, but with this peak
-    as its limit the allocator would answer every request in the same way.
-
-    Args:
-        decisions: the decisions of the step, which may set options of the allocator.
-        fastest: True if each convolution must run its first algorithm. Otherwise it takes the one that fits.
-        above_bytes: a total in which the step is known not to run; 0 if none is known.
-        below_bytes: a known total, which is returned unless the step runs in a total that is smaller by `within_bytes`.
-
-    The bisection assumes that a step that runs under one limit also runs under every larger limit. A caching allocator
-    does not guarantee this, so an even smaller total may exist. The step runs in the returned total in any case.
-    """
-    if not card.allocator:
-        return int(graph.live_bytes().max()) + card.outside_bytes
-    ids, sizes, _ = stream = allocation_stream(graph)
-    settings, streams = without_limit(settings_on(card, decisions)), streams_of_blocks(graph)
-    trials, again = trials_of_blocks(graph, fastest=fastest), last_round(graph, stream)
-    if below_bytes is None:
-        outcome = replayed((ids, sizes), card, None, settings, streams, last_round=again)
-    else:
-        less_bytes = below_bytes - within_bytes - card.outside_bytes
-        outcome = replayed((ids, sizes), card, less_bytes, settings, streams, trials, again)
-        if outcome.out_of_memory_event is not None:
-            return below_bytes
-    low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
-    tries_out = any(each.search for each in trials.values())
-    if tries_out and below_bytes is None:  # each search empties the cache, which changes what follows
-        while replayed((ids, sizes), card, high, settings, streams, trials, again).out_of_memory_event is not None:
-            high += max(high // 16, within_bytes)
-    if trials and not fastest:
-        least = with_least_workspaces(graph).live_bytes(granularity_bytes=granularity_bytes(card))
-        low = min(low, int(least.max()) - 1)
-    low = max(low, above_bytes - card.outside_bytes)
-
-    def smallest(low: int, high: int, rounds: Round | None) -> int:
-        """Returns the limit that is found by bisection, between one that is too small and one that is large enough."""
-        while high - low > within_bytes:
-            middle = (low + high) // 2
-            outcome = replayed((ids, sizes), card, middle, settings, streams, trials, rounds)
-            if outcome.out_of_memory_event is None:
-                high = outcome.peak_reserved_bytes
-            else:
-                low = middle
-        return high
-
-    found = smallest(low, high, None)  # repeated steps take longer to replay, and need as much in nearly all cases
-    if again is not None and found < high:
-        outcome = replayed((ids, sizes), card, found, settings, streams, trials, again)
-        fits = outcome.out_of_memory_event is None
-        found = outcome.peak_reserved_bytes if fits else smallest(found, high, again)
-    return found + card.outside_bytes
-
-
-def smallest_of(
-    graph: StepGraph,
-    card: DeviceProfile,
-    alternatives: Iterable[tuple[Decision, ...]],
-    *,
-    fastest: bool = False,
-    above_bytes: int = 0,
-) -> int:
-    """Returns the smallest total in bytes in which the step runs with any of the alternatives for its decisions.
-
-    The alternatives differ in the options of the allocator. An alternative is measured only if the step runs with it
-    in less than with those before it. The other arguments are those of `smallest_total_bytes`.
-
-    Raises:
-        ValueError: there is no alternative.
-    """
-    smallest: int | None = None
-    for decisions in alternatives:
-        smallest = smallest_total_bytes(
-            graph, card, decisions, fastest=fastest, above_bytes=above_bytes, below_bytes=smallest
-        )
-    if smallest is None:
-        raise ValueError("there is no alternative: give at least one, which may have no decision")
-    return smallest
-
-
 def runs_within(
     graph: StepGraph,
     card: DeviceProfile,
@@ -263,33 +165,70 @@ def runs_within(
     capacity = vram_bytes - card.outside_bytes
     if not card.allocator:
         return int(graph.live_bytes(granularity_bytes=granularity_bytes(card)).max()) <= capacity
-    ids, sizes, _ = stream = allocation_stream(graph)
-    settings, trials = settings_on(card, decisions), trials_of_blocks(graph, fastest=fastest)
-    again, streams = last_round(graph, stream), streams_of_blocks(graph)
-    outcome = replayed((ids, sizes), card, capacity, settings, streams, trials, again)
+    outcome = AllocatingStep(graph, card, fastest=fastest).replayed(capacity, settings_on(card, decisions))
     return outcome.out_of_memory_event is None
 
 
-def predicted_missing_bytes(
-    graph: StepGraph,
-    card: DeviceProfile,
-    vram_bytes: int,
-    alternatives: Sequence[tuple[Decision, ...]],
-    fastest: bool,
-) -> int:
-    """Returns how many bytes a step lacks by a prediction of its allocations; 0 if it lacks at most `_TOLERANCE_BYTES`.
+@dataclasses.dataclass(frozen=True)
+class AllocatingStep:
+    """A recorded step on a card with a caching allocator, whose allocations can be replayed under several limits."""
 
-    Args:
-        graph: the predicted allocations (`planner.recompute.selected_step`).
-        vram_bytes: the budget.
-        alternatives, fastest: as in `smallest_of`.
-    """
-    enough_bytes = vram_bytes + _TOLERANCE_BYTES
-    if not card.allocator or any(
-        runs_within(graph, card, enough_bytes, decisions, fastest=fastest) for decisions in alternatives
-    ):
-        return 0
-    return smallest_of(graph, card, alternatives, fastest=fastest, above_bytes=enough_bytes) - vram_bytes
+    graph: StepGraph
+    card: DeviceProfile
+    _: dataclasses.KW_ONLY
+    fastest: bool = False
+    """True if each convolution must run its first algorithm. Otherwise it takes the one that fits."""
+
+    @functools.cached_property
+    def _stream(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return allocation_stream(self.graph)
+
+    @functools.cached_property
+    def _last_round(self) -> Round | None:
+        return last_round(self.graph, self._stream)
+
+    @functools.cached_property
+    def _streams(self) -> dict[int, int]:
+        return streams_of_blocks(self.graph)
+
+    @functools.cached_property
+    def _trials(self) -> dict[int, Trials]:
+        return trials_of_blocks(self.graph, fastest=self.fastest)
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if the recording has steps that all later steps repeat (`last_round`)."""
+        return self._last_round is not None
+
+    @property
+    def tries_out(self) -> bool:
+        """True if convolutions try out their algorithms in free memory."""
+        return any(trials.search for trials in self._trials.values())
+
+    @functools.cached_property
+    def least_bytes(self) -> int:
+        """Lower bound on the reserved bytes: the peak of the memory curve, with the workspaces that may be taken."""
+        is_fixed = self.fastest or not self._trials
+        graph = self.graph if is_fixed else with_least_workspaces(self.graph)
+        return int(graph.live_bytes(granularity_bytes=granularity_bytes(self.card)).max())
+
+    def tick_of_peak(self, outcome: AllocatorOutcome) -> int:
+        """Returns the tick of the recording at which the allocated bytes peaked in a replay."""
+        return int(self._stream[2][outcome.peak_allocated_event])
+
+    def replayed(
+        self, capacity_bytes: int | None, settings: AllocatorSettings, *, repeats: bool = True, tries: bool = True
+    ) -> AllocatorOutcome:
+        """Replays the allocations (`replayed`).
+
+        Args:
+            repeats: True to repeat the last steps as in a longer run, False to run each recorded step once.
+            tries: False if workspaces are taken in their first size, and no algorithms are tried out.
+        """
+        ids, sizes, _ = self._stream
+        trials = self._trials if tries else {}
+        again = self._last_round if repeats else None
+        return replayed((ids, sizes), self.card, capacity_bytes, settings, self._streams, trials, again)
 
 
 def settings_on(card: DeviceProfile, decisions: Iterable[Decision]) -> AllocatorSettings:

@@ -14,7 +14,8 @@ from planner.estimate.add_workspaces import (
     with_known_algorithms,
     without_searches,
 )
-from planner.estimate.footprint import Measured, measure, smallest_total_bytes
+from planner.estimate.footprint import Measured, measure
+from planner.estimate.smallest_total import smallest_total_bytes
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.sizes import MIB, format_size
 from planner.profiles.device import DeviceProfile

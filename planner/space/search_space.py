@@ -80,9 +80,12 @@ class SearchSpace:
         memory. With the maximum number, the search also finds plans that it would try for a smaller budget only,
         although they fit this one as well.
         """
-        if self.chunks is None or not any(self.losses) or self.chunks == self.chunks.most_chunks():
+        if self.chunks is None or not any(self.losses):
             return None
-        most = self.chunks.most_chunks()
+        present, most = self.chunks, self.chunks.most_chunks()
+        numbers = {split.micro_batches for split in self.splits}
+        if all(present.for_micro_batches(number) == most.for_micro_batches(number) for number in numbers):
+            return None
         return dataclasses.replace(
             self, chunks=most, losses=tuple(most.for_whole_batch() if loss else () for loss in self.losses)
         )

@@ -9,7 +9,8 @@ import planner
 from examples import convnet
 from planner import pipeline
 from planner.errors import DecisionError
-from planner.estimate.footprint import measure, smallest_total_bytes
+from planner.estimate.footprint import measure
+from planner.estimate.smallest_total import smallest_total_bytes
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.sizes import MIB

@@ -36,8 +36,12 @@ class World:
         inside = [p for p in self.plans if p.peak_bytes <= budget_of(p.config) and p.step_ns < below_ns]
         return min(inside, key=lambda plan: plan.step_ns, default=None)
 
-    def missing_bytes_of(self, plan: Plan) -> int:
+    def is_certified_to_fit(self, plan: Plan) -> bool:
         self.tried.append(plan)
+        return self.lacks(plan) <= 0
+
+    def missing_bytes_of(self, plan: Plan) -> int:
+        assert plan in self.tried
         return self.lacks(plan)
 
     def search(
@@ -50,6 +54,7 @@ class World:
         budgets = PromiseBudgets(self.capacity_bytes, finest_bytes=self.capacity_bytes // 512, tie=TIE)
         return search(
             self.ask,
+            self.is_certified_to_fit,
             self.missing_bytes_of,
             predicted,
             budgets=budgets,

@@ -19,7 +19,8 @@ from planner.estimate.add_workspaces import (
     without_searches,
 )
 from planner.estimate.allocation_stream import allocation_stream
-from planner.estimate.footprint import measure, smallest_total_bytes
+from planner.estimate.footprint import measure
+from planner.estimate.smallest_total import smallest_total_bytes
 from planner.plan_types.sizes import MIB, format_size
 from planner.recording.rehearsal import rehearse_program
 from planner.rewrite.rehearse import certifying_graph

@@ -12,8 +12,9 @@ import torch
 from planner import pipeline, profiles
 from planner.estimate import footprint
 from planner.estimate.allocation_stream import allocation_stream, last_round
-from planner.estimate.footprint import measure, runs_within, smallest_of, smallest_total_bytes
+from planner.estimate.footprint import measure, runs_within
 from planner.estimate.largest_tensors import MOST_LISTED, largest_tensors
+from planner.estimate.smallest_total import smallest_of, smallest_total_bytes
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.sizes import MIB
 from planner.recording.rehearsal import rehearse_program

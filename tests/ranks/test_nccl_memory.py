@@ -11,7 +11,8 @@ import pytest
 import planner
 from planner import pipeline, profiles
 from planner.errors import BudgetError
-from planner.estimate.footprint import measure, smallest_total_bytes
+from planner.estimate.footprint import measure
+from planner.estimate.smallest_total import smallest_total_bytes
 from planner.plan_types.decision_base import communicators_of
 from planner.profiles import links
 from planner.profiles.links import known, with_links

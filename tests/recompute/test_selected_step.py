@@ -12,7 +12,7 @@ from torch.nn import Linear
 
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.allocation_stream import allocation_stream, last_round
-from planner.estimate.footprint import smallest_of
+from planner.estimate.smallest_total import smallest_of
 from planner.plan_types.decisions import Accumulation, Precision, StepInBackward
 from planner.plan_types.sizes import MIB
 from planner.recompute.selected_step import two_selected_steps
