@@ -12,15 +12,18 @@ from typing import Any
 from planner import pipeline, profiles
 from planner.assemble import assemble_plan
 from planner.choose import fitting
+from planner.choose.choice import Certified, Choice
+from planner.choose.planning_session import PlanningSession
 from planner.errors import BudgetError, DecisionError, StepError, TimeLimitError, WorkloadError
-from planner.estimate.smallest_total import smallest_total_bytes
+from planner.estimate.smallest_total import nearly_smallest_of
 from planner.plan_types.constraints import Constraints, kinds_of
-from planner.plan_types.decision_base import Decision, Role
+from planner.plan_types.decision_base import Role
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.plan_types.words import counted
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.space.search_space import SearchSpace
 from planner.workload.budget import Budget
 from planner.workload.workload import Workload
 
@@ -37,6 +40,10 @@ _LEFT_OUT = (
     (Role.FREEZING, "since each number of frozen layers has its own largest batch"),
 )
 """Techniques that the search for the largest batch does not use, each with the reason."""
+_NOT_FOUND = (
+    "the search found no plan that fits this batch. This plan has the decisions that need the least memory for another "
+    "batch size; a faster plan may exist"
+)
 
 
 def largest_batch(
@@ -119,6 +126,18 @@ def _fitting(samples: int) -> str:
     return f"{counted(samples, 'sample', with_commas=True)} {'fits' if samples == 1 else 'fit'}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Need:
+    """About how many bytes a batch needs at most, and the decisions with which it does."""
+
+    total_bytes: int
+    """A total in bytes in which the step runs. If it is larger than the budget, the step does not run in the budget."""
+    choice: Choice
+    is_searched: bool
+    """True if the decisions are those of the smallest configuration for this batch; False if they were found for a
+    batch of another size."""
+
+
 class _Needs:
     """Finds out how many bytes a batch of a given size needs, by searches and by rehearsals.
 
@@ -140,10 +159,9 @@ class _Needs:
         self._question: dict[str, Any] = {"vram_bytes": vram_bytes, "constraints": constraints, "watch": watch}
         self.usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
         self._plans: dict[int, Plan | None] = {}
-        self._searched: dict[int, int] = {}
-        self._at_most: dict[int, int] = {}
-        self._decisions: tuple[Decision, ...] = ()
-        self._search(_FIRST_SAMPLES)
+        self._needs: dict[int, _Need] = {}
+        self._latest = self._search(_FIRST_SAMPLES)
+        """What the latest search found."""
         self.least = self._least()
 
     def total_bytes(self, samples: int) -> int:
@@ -151,20 +169,17 @@ class _Needs:
 
         It comes from a rehearsal, or from a search if the size is more than `_FAR` times the largest searched size.
         """
-        plan = self._plans.get(samples)
-        if plan is not None:
-            return min(plan.peak.total_bytes, self._searched.get(samples, plan.peak.total_bytes))
-        if samples in self._plans:
+        if samples in self._plans and self._plans[samples] is None:
             return self.usable_bytes + 1
-        if samples not in self._searched and samples > _FAR * max(self._searched):
-            self._search(samples)
-        elif samples not in self._searched and samples not in self._at_most:
+        if samples not in self._needs:
+            far = _FAR * max(size for size, need in self._needs.items() if need.is_searched)
             try:
-                build = self._build(samples)
-                self._at_most[samples] = total_bytes_with(build, self._card, self._decisions, watch=self._watch)
+                found = self._search(samples) if samples > far else self._rehearsed(samples)
             except StepError:
-                self._search(samples)  # this size may need other decisions, or be refused with any
-        return self._searched[samples] if samples in self._searched else self._at_most[samples]
+                found = self._search(samples)  # this size may need other decisions, or be refused with any
+            self._needs[samples] = found
+        plan, total_bytes = self._plans.get(samples), self._needs[samples].total_bytes
+        return total_bytes if plan is None else min(total_bytes, plan.peak.total_bytes)
 
     def plan(self, samples: int) -> Plan | None:
         """Fastest plan for a batch of `samples`; None if no plan fits.
@@ -172,25 +187,38 @@ class _Needs:
         If a plan fits although the known decisions do not, the smallest configuration is searched for again.
         """
         if samples not in self._plans:
-            promised = self.total_bytes(samples)
+            fits = self.total_bytes(samples) <= self.usable_bytes
+            known = self._needs[samples].choice if fits else None
             with _naming(samples):
-                self._plans[samples] = plan_that_fits(self._build(samples), self._card, **self._question)
-            if self._plans[samples] is not None and promised > self.usable_bytes:
+                work = self._build(samples)
+                self._plans[samples] = plan_that_fits(work, self._card, **self._question, known=known)
+            if self._plans[samples] is not None and not fits:
                 self._search(samples)
         return self._plans[samples]
 
-    def _search(self, samples: int) -> None:
+    def _search(self, samples: int) -> _Need:
         """Search for the smallest configuration. Forget upper bounds above the budget: its decisions may need less."""
         with _naming(samples):
-            found = smallest_configuration(self._build(samples), self._card, **self._question)
-        self._searched[samples], self._decisions = found
-        self._at_most = {size: total for size, total in self._at_most.items() if total <= self.usable_bytes}
+            total_bytes, choice = smallest_configuration(self._build(samples), self._card, **self._question)
+        self._latest = _Need(total_bytes=total_bytes, choice=choice, is_searched=True)
+        self._needs = {
+            size: need
+            for size, need in self._needs.items()
+            if need.is_searched or need.total_bytes <= self.usable_bytes
+        } | {samples: self._latest}
+        return self._latest
+
+    def _rehearsed(self, samples: int) -> _Need:
+        """Rehearse a step with the decisions that the latest search has found."""
+        card, choice, usable_bytes = self._card, self._latest.choice, self.usable_bytes
+        graph = pipeline.record_step(self._build(samples), card, choice.rehearsed_decisions, watch=self._watch)
+        total_bytes = nearly_smallest_of(graph, card, choice.alternatives, vram_bytes=usable_bytes)
+        return _Need(total_bytes=total_bytes, choice=choice, is_searched=False)
 
     def largest_known(self) -> int | None:
         """Largest batch size that is known to fit; None if none is known."""
-        planned = {samples: self.total_bytes(samples) for samples in self._plans}
-        sizes = {**self._at_most, **self._searched, **planned}
-        return max((samples for samples, total in sizes.items() if total <= self.usable_bytes), default=None)
+        sizes = (samples for samples in self._needs if self.total_bytes(samples) <= self.usable_bytes)
+        return max(sizes, default=None)
 
     def _least(self) -> int:
         """Smallest batch size: 1, or 2 for a model that refuses a single sample."""
@@ -292,9 +320,19 @@ def _noted(plan: Plan, note: str) -> Plan:
 
 
 def plan_that_fits(
-    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints, watch: Watch | None = None
+    workload: Workload,
+    card: DeviceProfile,
+    *,
+    vram_bytes: int,
+    constraints: Constraints,
+    watch: Watch | None = None,
+    known: Choice | None = None,
 ) -> Plan | None:
-    """Return the plan of `plan_workload` if it fits, else None. This saves the search for the smallest plan."""
+    """Return the plan of `plan_workload` if it fits, else None. This saves the search for the smallest plan.
+
+    Args:
+        known: decisions with which the step fits. The plan has these decisions if the search finds no plan.
+    """
     began = time.perf_counter()
     budget = Budget.on(card, vram_bytes, margin=constraints.margin)
     try:
@@ -305,34 +343,41 @@ def plan_that_fits(
         session.expect(constraints)
         space = session.search_space(constraints)
         certified, early = pipeline.fastest_in_time(session, space, constraints)
-        if certified is None:
-            return None
         notes = (*early, *budget.notes(card), *space.notes)
+        if certified is None and known is not None:
+            certified = _certified_known(session, space, constraints, known)
+            notes = (_NOT_FOUND, *notes)
+        if certified is None or not certified.measured.fits:
+            return None
         return assemble_plan(session, certified, constraints, budget, notes=notes, is_early=bool(early), began=began)
+
+
+def _certified_known(
+    session: PlanningSession, space: SearchSpace, constraints: Constraints, known: Choice
+) -> Certified:
+    """Return a plan with known decisions. Its gap compares its step time with the fastest promise under the budget."""
+    plan = session.with_slower_algorithms().certify(known).promising_what_was_measured()
+    fastest = session.chooser(space, constraints).fastest(session.budget.allocator_bytes)
+    least_ns = 0.0 if fastest is None else fastest.step_ns * (1 - fastest.gap)
+    choice = dataclasses.replace(plan.choice, gap=max(0.0, 1 - least_ns / max(plan.choice.step_ns, 1)))
+    return dataclasses.replace(plan, choice=choice)
 
 
 def smallest_configuration(
     workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints, watch: Watch | None = None
-) -> tuple[int, tuple[Decision, ...]]:
+) -> tuple[int, Choice]:
     """Find the configuration with the smallest predicted peak of tensors, without frozen layers.
 
     This is faster than searching for the smallest plan, which also tries to reduce the allocator's slack.
 
     Returns:
-        The smallest total in bytes under which the step runs with this configuration, and its decisions.
+        About the smallest total in bytes in which the step runs with this configuration (`nearly_smallest_of`), and the
+        configuration.
     """
     with pipeline.open_session(
         workload, card, Budget.on(card, vram_bytes, margin=constraints.margin), watch
     ) as session:
         space = session.search_space(constraints)
         certified = fitting.certify_found(session, lambda: session.chooser(space, constraints).smallest())
-        smallest_bytes = session.smallest_budget_bytes(certified)
-        at_smallest = session.with_budget(smallest_bytes).certify(certified.choice)
-        return smallest_bytes, at_smallest.choice.decisions
-
-
-def total_bytes_with(
-    workload: Workload, card: DeviceProfile, decisions: tuple[Decision, ...], *, watch: Watch | None = None
-) -> int:
-    """Rehearse the step with these decisions, and return the smallest total in bytes under which it runs."""
-    return smallest_total_bytes(pipeline.record_step(workload, card, decisions, watch=watch), card, decisions)
+        choice, usable_bytes = certified.choice, session.budget.usable_bytes
+        return nearly_smallest_of(certified.graph, card, choice.alternatives, vram_bytes=usable_bytes), choice

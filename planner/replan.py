@@ -7,7 +7,7 @@ import time
 
 from planner import pipeline
 from planner.assemble import assemble_plan
-from planner.choose.choice import Choice
+from planner.choose.choice import given_choice
 from planner.choose.relaxations import shortfall_of
 from planner.errors import PlanFileError
 from planner.plan_types.answers import Answers
@@ -20,7 +20,6 @@ from planner.plan_types.decision_base import (
     micro_batch_size_of,
     micro_batches_of,
     with_roles,
-    without_roles,
 )
 from planner.plan_types.plan import Plan
 from planner.plan_types.words import counted
@@ -80,23 +79,13 @@ def replan(
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
     notes = given if budget is None else (*given, *budget.notes(card))
     with pipeline.open_session(workload, card, budget, watch) as session:
-        choice = Choice(
-            decisions=without_roles(saved.decisions, Role.SHARDING),
-            peak_bytes=0,
-            step_ns=0,
-            status="not needed",
-            gap=0.0,
-            allocators=(with_roles(saved.decisions, Role.ALLOCATOR),),
-        )
-        certified = session.certify(choice)
+        certified = session.certify(given_choice(saved.decisions))
         if budget is not None:
             if not certified.measured.fits:
                 session = session.with_slower_algorithms()
             certified = session.measure_at_smallest_budget(certified)
         fits = budget is None or (certified.measured.fits and session.quick_enough(certified, constraints))
-        # Nothing was searched, so that the promise is what the rehearsal gave.
-        promised = dataclasses.replace(certified.choice, peak_bytes=certified.measured.curve_bytes)
-        certified = dataclasses.replace(certified, choice=promised, more_bytes=0)
+        certified = certified.promising_what_was_measured()
         shortfall = None if fits else shortfall_of(session, certified, ())
         plan = assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
     if saved.run is None:

@@ -124,7 +124,7 @@ class BackgroundCertification:
             self._failed.append(choice)
             return
         seconds = _seconds_of_children() - before
-        alternatives = self._session.with_each_allocator(choice)
+        alternatives = choice.alternatives
         child = Child(functools.partial(_smallest_total, graph, self._session.card, alternatives))
         self._in_measurement = _Measurement(choice=choice, graph=graph, child=child, seconds=seconds)
         child.in_background()
@@ -192,7 +192,7 @@ def _seconds_of_children() -> float:
 
 
 def _smallest_total(
-    graph: StepGraph, card: DeviceProfile, alternatives: list[tuple[Decision, ...]], refuse: Refuse
+    graph: StepGraph, card: DeviceProfile, alternatives: tuple[tuple[Decision, ...], ...], refuse: Refuse
 ) -> int:
     """Runs in a child process: returns the smallest total in bytes in which a step runs (`smallest_of`).
 

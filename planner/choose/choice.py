@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from planner.estimate.footprint import Measured
 from planner.estimate.smallest_total import predicted_missing_bytes
-from planner.plan_types.decision_base import Decision, Role, fidelity_of, without_roles
+from planner.plan_types.decision_base import Decision, Role, fidelity_of, with_roles, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
 from planner.space.configurations import Config
@@ -64,9 +64,26 @@ class Choice:
         return without_roles(self.decisions, Role.ALLOCATOR)
 
     @property
+    def alternatives(self) -> tuple[Config, ...]:
+        """The decisions with each alternative for the options of the allocator."""
+        return tuple((*self.rehearsed_decisions, *allocator) for allocator in self.allocators)
+
+    @property
     def rank(self) -> tuple[int, int, int]:
         """Sort key among equally fast plans: fidelity (0 is exact), number of decisions, step time. The least wins."""
         return fidelity_of(self.decisions), len(self.decisions), self.step_ns
+
+
+def given_choice(decisions: Config) -> Choice:
+    """Returns a choice of given decisions, which were not searched for. It promises 0 bytes until it is certified."""
+    return Choice(
+        decisions=without_roles(decisions, Role.SHARDING),
+        peak_bytes=0,
+        step_ns=0,
+        status="not needed",
+        gap=0.0,
+        allocators=(with_roles(decisions, Role.ALLOCATOR),),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +100,12 @@ class Certified:
     def is_as_promised(self) -> bool:
         """True if the peak of the certificate is what the choice promised."""
         return self.choice.peak_bytes + self.more_bytes == self.measured.curve_bytes
+
+    def promising_what_was_measured(self) -> Certified:
+        """Returns a plan that was not searched for (`given_choice`) with its measured peak and step time as promise."""
+        peak_bytes, step_ns = self.measured.curve_bytes, self.measured.footprint.step_ns
+        promised = dataclasses.replace(self.choice, peak_bytes=peak_bytes, step_ns=step_ns)
+        return dataclasses.replace(self, choice=promised, more_bytes=0)
 
 
 def simplest_in_tie(found: Sequence[Choice]) -> Choice:

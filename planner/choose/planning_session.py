@@ -241,7 +241,7 @@ class PlanningSession:
         one with which the step fits without releasing cached memory, or else the first one with which it fits.
         """
         possible: list[Certified] = []
-        for decisions in self.with_each_allocator(choice):
+        for decisions in choice.alternatives:
             if changed_options(decisions, self.card.alloc_conf):  # what the user has set is changed last
                 fitting = next((certified for certified in possible if certified.measured.fits), None)
                 if fitting is not None:
@@ -256,10 +256,6 @@ class PlanningSession:
             if measured.fits and not measured.retries:
                 return possible[-1]
         return next((certified for certified in possible if certified.measured.fits), possible[0])
-
-    def with_each_allocator(self, choice: Choice) -> list[tuple[Decision, ...]]:
-        """Return the decisions of a choice with each alternative for the options of the allocator."""
-        return [(*choice.rehearsed_decisions, *allocator) for allocator in choice.allocators]
 
     def note(self, certified: Certified, constraints: Constraints) -> None:
         """Note a certified plan of the search, so that it is known if the time is up, and report it if it is better."""
@@ -357,17 +353,16 @@ class PlanningSession:
         """Returns how many bytes a plan will probably lack; 0 if it may fit, or if nothing is known."""
         if choice.prediction is None:
             return 0
-        usable_bytes, possible = self.budget.usable_bytes, self.with_each_allocator(choice)
-        return choice.prediction.missing_bytes(self.card, usable_bytes, tuple(possible), self._only_fastest)
+        usable_bytes, alternatives = self.budget.usable_bytes, choice.alternatives
+        return choice.prediction.missing_bytes(self.card, usable_bytes, alternatives, self._only_fastest)
 
     def smallest_budget_bytes(self, certified: Certified) -> int:
         """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""
-        alternatives = self.with_each_allocator(certified.choice)
-        return smallest_of(certified.graph, self.card, alternatives, fastest=self._only_fastest)
+        return smallest_of(certified.graph, self.card, certified.choice.alternatives, fastest=self._only_fastest)
 
     def missing_bytes(self, certified: Certified) -> int:
         """Returns about how many bytes a certified plan lacks that does not fit (`smallest_total.missing_bytes`)."""
-        alternatives, usable_bytes = self.with_each_allocator(certified.choice), self.budget.usable_bytes
+        alternatives, usable_bytes = certified.choice.alternatives, self.budget.usable_bytes
         return missing_bytes(certified.graph, self.card, usable_bytes, alternatives, self._only_fastest)
 
     @functools.cached_property

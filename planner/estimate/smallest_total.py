@@ -1,0 +1,213 @@
+"""Finds the smallest total memory in which a recorded step runs, by replays of its allocations under several limits.
+
+When the allocator reaches its limit, it frees cached segments, so a step can run in fewer bytes than it reserves
+without a limit. The smallest limit is found by bisection. If a replay fits, the upper end of the interval becomes the
+peak of the bytes that it reserved. This may be well below the tried limit, but with this peak as its limit the
+allocator would answer every request in the same way.
+
+A recording has two steps, and the later steps of a run may reserve more than they do. A replay that repeats the last
+step until nothing changes takes several times as long. So the limit is first searched without repeated steps, which
+gives the right answer in nearly all cases, and the answer is checked with repeated steps.
+
+The bisection assumes that a step that runs under one limit also runs under every larger limit. A caching allocator does
+not guarantee this, so an even smaller total may exist. The step runs in the returned total in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from planner.allocator.options import without_limit
+from planner.allocator.settings import AllocatorSettings
+from planner.estimate.footprint import AllocatingStep, runs_within, settings_on
+from planner.plan_types.decision_base import Decision
+from planner.plan_types.sizes import MIB
+from planner.profiles.device import DeviceProfile
+from planner.recording.step_graph import StepGraph
+
+_TOLERANCE_BYTES = 2 * MIB
+"""A plan is not predicted to fail by this number of bytes or fewer, the size of a small segment of the allocator."""
+
+
+def smallest_total_bytes(
+    graph: StepGraph,
+    card: DeviceProfile,
+    decisions: Iterable[Decision] = (),
+    *,
+    within_bytes: int = MIB,
+    fastest: bool = False,
+    above_bytes: int = 0,
+    below_bytes: int | None = None,
+) -> int:
+    """Returns a total in bytes in which the step runs, at most `within_bytes` above the smallest such total.
+
+    Args:
+        graph: a recording to which workspaces have been added (`with_workspaces`).
+        decisions: the decisions of the step, which may set options of the allocator.
+        fastest: True if each convolution must run its first algorithm. Otherwise it takes the one that fits.
+        above_bytes: a total in which the step is known not to run; 0 if none is known.
+        below_bytes: a known total, which is returned unless the step runs in a total that is smaller by `within_bytes`.
+    """
+    search = _Search(AllocatingStep(graph, card, fastest=fastest), [tuple(decisions)], within_bytes)
+    if below_bytes is None or not card.allocator:
+        return search.smallest_total_bytes(above_bytes)
+    reserved_bytes = search.reserved_bytes(below_bytes - within_bytes)
+    return below_bytes if reserved_bytes is None else search.smallest_total_bytes(above_bytes, reserved_bytes)
+
+
+def smallest_of(
+    graph: StepGraph,
+    card: DeviceProfile,
+    alternatives: Iterable[tuple[Decision, ...]],
+    *,
+    fastest: bool = False,
+    above_bytes: int = 0,
+    within_bytes: int = MIB,
+) -> int:
+    """Returns the smallest total in bytes in which the step runs with any of the alternatives for its decisions.
+
+    The alternatives differ in the options of the allocator. The other arguments are those of `smallest_total_bytes`.
+
+    Raises:
+        ValueError: there is no alternative.
+    """
+    possible = list(alternatives)
+    if not possible:
+        raise ValueError("there is no alternative: give at least one, which may have no decision")
+    step = AllocatingStep(graph, card, fastest=fastest)
+    return _Search(step, possible, within_bytes).smallest_total_bytes(above_bytes)
+
+
+def predicted_missing_bytes(
+    graph: StepGraph,
+    card: DeviceProfile,
+    vram_bytes: int,
+    alternatives: Sequence[tuple[Decision, ...]],
+    fastest: bool,
+) -> int:
+    """Returns about how many bytes a step lacks by a prediction; 0 if it lacks at most `_TOLERANCE_BYTES`.
+
+    Args:
+        graph: the predicted allocations (`planner.recompute.selected_step`).
+        vram_bytes: the budget.
+        alternatives, fastest: as in `smallest_of`.
+    """
+    enough_bytes = vram_bytes + _TOLERANCE_BYTES
+    if not card.allocator or any(
+        runs_within(graph, card, enough_bytes, decisions, fastest=fastest) for decisions in alternatives
+    ):
+        return 0
+    return missing_bytes(graph, card, vram_bytes, alternatives, fastest)
+
+
+def missing_bytes(
+    graph: StepGraph,
+    card: DeviceProfile,
+    vram_bytes: int,
+    alternatives: Sequence[tuple[Decision, ...]],
+    fastest: bool,
+) -> int:
+    """Returns about how many bytes a step lacks that does not run within `vram_bytes`: up to 0.1% of them too many.
+
+    The other arguments are those of `smallest_of`.
+    """
+    search = _Search(AllocatingStep(graph, card, fastest=fastest), alternatives, max(MIB, vram_bytes >> 10))
+    return search.smallest_total_bytes(vram_bytes) - vram_bytes
+
+
+def nearly_smallest_of(
+    graph: StepGraph, card: DeviceProfile, alternatives: Sequence[tuple[Decision, ...]], *, vram_bytes: int
+) -> int:
+    """Returns a total in bytes in which a step runs. It is within a budget if the step runs in the budget.
+
+    The total exceeds the smallest one by at most 0.1% of the budget. The other arguments are those of `smallest_of`.
+    """
+    search = _Search(AllocatingStep(graph, card), alternatives, max(MIB, vram_bytes >> 10))
+    reserved_bytes = search.reserved_bytes(vram_bytes) if card.allocator else None
+    if reserved_bytes is None:
+        return search.smallest_total_bytes(vram_bytes if card.allocator else 0)
+    return search.smallest_total_bytes(0, reserved_bytes)
+
+
+class _Search:
+    """Searches for the smallest total of a step with several alternatives for the options of the allocator."""
+
+    def __init__(self, step: AllocatingStep, alternatives: Sequence[tuple[Decision, ...]], within_bytes: int) -> None:
+        self._step, self._within_bytes = step, within_bytes
+        self._settings = [without_limit(settings_on(step.card, decisions)) for decisions in alternatives]
+        """The alternatives. The one with which the step ran last comes first: it may run under a smaller limit, too."""
+
+    def reserved_bytes(self, total_bytes: int) -> int | None:
+        """Returns how many bytes the allocator reserves within a total; None if the step does not run."""
+        return self._reserved_bytes(self._settings, total_bytes - self._step.card.outside_bytes)
+
+    def smallest_total_bytes(self, above_bytes: int, reserved_bytes: int | None = None) -> int:
+        """Returns the smallest total in bytes.
+
+        Args:
+            above_bytes: a total in which the step is known not to run; 0 if none is known.
+            reserved_bytes: bytes of a known run, without those outside of the allocator; None if none is known.
+        """
+        step, within_bytes = self._step, self._within_bytes
+        if not step.card.allocator:
+            return int(step.graph.live_bytes().max()) + step.card.outside_bytes
+        high = found = self._reserved_without_limit() if reserved_bytes is None else reserved_bytes
+        low = max(step.least_bytes - 1, above_bytes - step.card.outside_bytes)
+        for settings in list(self._settings):
+            single_bytes = self._reserved_bytes([settings], found - within_bytes, repeats=False)
+            if single_bytes is not None:
+                found = self._bisected([settings], low, single_bytes, repeats=False)
+                _move_to_front(self._settings, settings)
+        if step.is_repeated and found < high:
+            single_bytes = self._reserved_bytes(self._settings, found)
+            found = self._raised(found, high) if single_bytes is None else single_bytes
+        return found + step.card.outside_bytes
+
+    def _reserved_without_limit(self) -> int:
+        """Returns the bytes that the step reserves without a limit, or a little more if algorithms are tried out."""
+        high = self._step.replayed(None, self._settings[0], tries=False).peak_reserved_bytes
+        if self._step.tries_out:  # each search for an algorithm empties the cache, which changes what follows
+            while self._reserved_bytes(self._settings[:1], high) is None:
+                high += max(high // 16, self._within_bytes)
+        return high
+
+    def _raised(self, low: int, high: int) -> int:
+        """Returns the limit between `low` and `high` that is found with repeated steps.
+
+        It is probably near `low`, and a replay that fails takes less time. So the limit is first raised in steps.
+        """
+        raised_bytes = self._within_bytes
+        while low + raised_bytes < high:
+            reserved_bytes = self._reserved_bytes(self._settings, low + raised_bytes)
+            if reserved_bytes is not None:
+                high = reserved_bytes
+                break
+            low, raised_bytes = low + raised_bytes, 2 * raised_bytes
+        return self._bisected(self._settings, low, high)
+
+    def _bisected(self, possible: list[AllocatorSettings], low: int, high: int, *, repeats: bool = True) -> int:
+        """Returns the limit that is found by bisection, between one that is too small and one that is large enough."""
+        while high - low > self._within_bytes:
+            middle = (low + high) // 2
+            reserved_bytes = self._reserved_bytes(possible, middle, repeats=repeats)
+            low, high = (middle, high) if reserved_bytes is None else (low, reserved_bytes)
+        return high
+
+    def _reserved_bytes(
+        self, possible: list[AllocatorSettings], limit_bytes: int, *, repeats: bool = True
+    ) -> int | None:
+        """Returns how many bytes the allocator reserves under a limit; None if the step does not run.
+
+        Args:
+            possible: the first one counts with which the step runs. It is moved to the front.
+        """
+        for settings in possible:
+            outcome = self._step.replayed(limit_bytes, settings, repeats=repeats)
+            if outcome.out_of_memory_event is None:
+                _move_to_front(possible, settings)
+                return outcome.peak_reserved_bytes
+        return None
+
+
+def _move_to_front(possible: list[AllocatorSettings], preferred: AllocatorSettings) -> None:
+    possible.sort(key=lambda each: each is not preferred)
