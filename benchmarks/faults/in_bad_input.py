@@ -308,8 +308,8 @@ FAULTS = (
     Fault(
         name="bad-input-batch-size-of-the-largest-batch",
         path="planner/questions.py",
-        old="        with _naming(samples):\n            found = ",
-        new="        if samples:\n            found = ",
+        old="        with _naming(samples):\n            total_bytes, choice = ",
+        new="        if samples:\n            total_bytes, choice = ",
         tests=("tests/cli/test_questions.py::test_a_model_that_refuses_a_batch_size_is_refused_with_this_size",),
         why="the message does not say with which batch size the model fails",
     ),

@@ -151,16 +151,18 @@ class _Search:
         step, within_bytes = self._step, self._within_bytes
         if not step.card.allocator:
             return int(step.graph.live_bytes().max()) + step.card.outside_bytes
-        high = found = self._reserved_without_limit() if reserved_bytes is None else reserved_bytes
+        high = self._reserved_without_limit() if reserved_bytes is None else reserved_bytes
         low = max(step.least_bytes - 1, above_bytes - step.card.outside_bytes)
-        for settings in list(self._settings):
-            single_bytes = self._reserved_bytes([settings], found - within_bytes, repeats=False)
-            if single_bytes is not None:
-                found = self._bisected([settings], low, single_bytes, repeats=False)
+        first, *others = self._settings
+        found = self._bisected([first], low, high, repeats=False)
+        for settings in others:  # bisected only if the step runs with it in less
+            less_bytes = self._reserved_bytes([settings], found - within_bytes, repeats=False)
+            if less_bytes is not None:
+                found = self._bisected([settings], low, less_bytes, repeats=False)
                 _move_to_front(self._settings, settings)
         if step.is_repeated and found < high:
-            single_bytes = self._reserved_bytes(self._settings, found)
-            found = self._raised(found, high) if single_bytes is None else single_bytes
+            repeated_bytes = self._reserved_bytes(self._settings, found)
+            found = self._bisected(self._settings, found, high) if repeated_bytes is None else repeated_bytes
         return found + step.card.outside_bytes
 
     def _reserved_without_limit(self) -> int:
@@ -170,20 +172,6 @@ class _Search:
             while self._reserved_bytes(self._settings[:1], high) is None:
                 high += max(high // 16, self._within_bytes)
         return high
-
-    def _raised(self, low: int, high: int) -> int:
-        """Returns the limit between `low` and `high` that is found with repeated steps.
-
-        It is probably near `low`, and a replay that fails takes less time. So the limit is first raised in steps.
-        """
-        raised_bytes = self._within_bytes
-        while low + raised_bytes < high:
-            reserved_bytes = self._reserved_bytes(self._settings, low + raised_bytes)
-            if reserved_bytes is not None:
-                high = reserved_bytes
-                break
-            low, raised_bytes = low + raised_bytes, 2 * raised_bytes
-        return self._bisected(self._settings, low, high)
 
     def _bisected(self, possible: list[AllocatorSettings], low: int, high: int, *, repeats: bool = True) -> int:
         """Returns the limit that is found by bisection, between one that is too small and one that is large enough."""

@@ -84,7 +84,7 @@ class SearchSpace:
             return None
         present, most = self.chunks, self.chunks.most_chunks()
         numbers = {split.micro_batches for split in self.splits}
-        if all(present.for_micro_batches(number) == most.for_micro_batches(number) for number in numbers):
+        if all(present.for_micro_batches(n) == most.for_micro_batches(n) for n in numbers):
             return None
         return dataclasses.replace(
             self, chunks=most, losses=tuple(most.for_whole_batch() if loss else () for loss in self.losses)

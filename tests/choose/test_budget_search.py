@@ -30,7 +30,7 @@ class World:
     """Plans of some configurations, each with a slack of its own, and a card."""
 
     def __init__(self, plans: list[Plan], capacity_bytes: int) -> None:
-        self.plans, self.capacity_bytes, self.tried = plans, capacity_bytes, []
+        self.plans, self.capacity_bytes, self.tried, self.measured = plans, capacity_bytes, [], []
 
     def ask(self, budget_of, below_ns: float) -> Plan | None:
         inside = [p for p in self.plans if p.peak_bytes <= budget_of(p.config) and p.step_ns < below_ns]
@@ -42,6 +42,7 @@ class World:
 
     def missing_bytes_of(self, plan: Plan) -> int:
         assert plan in self.tried
+        self.measured.append(plan)
         return self.lacks(plan)
 
     def search(
@@ -156,6 +157,14 @@ def test_plans_that_are_wrongly_predicted_to_fit_are_found_out_by_their_certific
     world = World(curve("a", 150, cost=1.0), 1000)
     assert world.lacks(world.search(predicted=lambda plan: world.lacks(plan) - 100)) <= 0
     assert any(world.lacks(plan) > 0 for plan in world.tried)
+
+
+def test_what_a_plan_lacks_is_measured_only_if_smaller_plans_are_asked_for():
+    """All plans are predicted to fail. The nearest one is certified in the end, and nothing is tried after it."""
+    world = World(curve("a", 800, cost=1.0), 1000)
+    assert world.search(predicted=world.lacks) is None
+    assert len(world.tried) == 1 and not world.measured
+    assert world.search() is None and world.measured
 
 
 def test_after_a_number_of_predicted_failures_plans_are_certified():

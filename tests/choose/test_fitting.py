@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 import planner
 from planner import pipeline, profiles
 from planner.choose.candidates import Candidate, Candidates
-from planner.choose.choice import Choice
+from planner.choose.choice import Choice, given_choice
 from planner.errors import DecisionError
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decisions import (
     Accumulation,
+    Checkpoint,
     ChunkedLoss,
     Freeze,
     Optimizer,
@@ -24,7 +26,10 @@ from planner.plan_types.decisions import (
     micro_batches_of,
 )
 from planner.questions import plan_that_fits
+from planner.space.lm_head import ChunkedLossOption
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
+from planner.space.micro_batches import MicroBatching
+from planner.space.search_space import SearchSpace
 from planner.workload.workload import workload
 
 pytestmark = pytest.mark.slow
@@ -300,6 +305,48 @@ def test_a_hopeless_budget_takes_recordings_of_the_fewest_and_the_most_micro_bat
     assert plan_that_fits(work, card, **options) is None
     assert recorded == {1, 16}
     assert plan_that_fits(work, card, **(options | {"vram_bytes": 40 * MIB})) is not None
+
+
+def test_a_plan_with_known_decisions_is_returned_if_the_search_finds_none(monkeypatch):
+    model, batch = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)]), torch.zeros(16, 1024, 256)
+    work = workload(model, batch, loss_fn=lambda out, batch: out.square().mean())
+    constraints = parse_constraints(fidelity="rounded", force=[], forbid=[])
+    options = {"constraints": constraints, "vram_bytes": 300 * MIB}
+    found = plan_that_fits(work, profiles.load("bare"), **options)
+    known = given_choice((StepInBackward(), Checkpoint(modules=("0", "1", "2"))))
+    monkeypatch.setattr(pipeline, "fastest_in_time", lambda *_: (None, ()))
+    assert plan_that_fits(work, profiles.load("bare"), **options) is None
+    plan = plan_that_fits(work, profiles.load("bare"), **options, known=known)
+    assert plan is not None and plan.fits and set(plan.decisions) == set(known.decisions)
+    assert "the search found no plan that fits" in plan.notes[0]
+    assert plan.solver.promised_bytes == plan.solver.certified_bytes == plan.peak.allocated_bytes
+    assert plan.solver.gap == pytest.approx(1 - found.peak.step_ns / plan.peak.step_ns, abs=1e-3)
+    assert plan.solver.gap > 0
+    small = options | {"vram_bytes": plan.peak.total_bytes - 1}
+    assert plan_that_fits(work, profiles.load("bare"), **small, known=known) is None
+
+
+def test_the_most_chunks_are_another_search_only_if_a_plan_could_have_them():
+    def space(chunks: int, *splits: int, always: bool = False) -> SearchSpace:
+        option = ChunkedLossOption(module="head", chunks=chunks, always=always)
+        return SearchSpace(
+            precisions=((),),
+            optimizers=((),),
+            losses=((), option.for_whole_batch()),
+            updates=((),),
+            splits=tuple(MicroBatching(micro_batches=number, size=64 // number) for number in splits),
+            allocators=((),),
+            recompute=(),
+            chunks=option,
+            notes=(),
+        )
+
+    assert space(64, 1).with_most_chunks() is None
+    assert space(64, 1, 2, always=True).with_most_chunks() is None
+    assert space(32, 1).with_most_chunks() is not None
+    finer = space(64, 1, 2).with_most_chunks()
+    assert finer is not None and finer.chunks.for_micro_batches(2).chunks == 64
+    assert dataclasses.replace(space(32, 1), chunks=None).with_most_chunks() is None
 
 
 def test_gradients_do_not_make_a_budget_hopeless_that_an_update_in_backward_meets():
