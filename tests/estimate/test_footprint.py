@@ -108,6 +108,20 @@ def test_a_rough_total_is_within_a_budget_if_the_step_runs_in_it(program, order)
             assert 0 < missing_bytes(graph, card, vram_bytes, alternatives, False) <= MIB - more_bytes
 
 
+def large_after_small(device: torch.device) -> None:
+    """The segment of the first block, 2 MiB, can be given back before the second block takes one of 4102 MiB."""
+    torch.empty(MIB, dtype=torch.uint8, device=device)
+    torch.empty(4102 * MIB, dtype=torch.uint8, device=device)
+
+
+def test_a_rough_total_is_within_a_budget_that_is_a_little_larger_than_the_smallest_total():
+    """Without a limit, 4104 MiB are reserved, which is right up to 0.1%."""
+    graph = rehearse_program(large_after_small, Target(compute_capability=CARD.compute_capability))
+    vram_bytes = CARD.outside_bytes + 4103 * MIB
+    assert nearly_smallest_of(graph, CARD, [()], vram_bytes=vram_bytes) == vram_bytes - MIB
+    assert smallest_total_bytes(graph, CARD, within_bytes=4 * MIB) == vram_bytes + MIB
+
+
 def linear_layers() -> Workload:
     layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     batch = (torch.zeros(8192, 256), torch.zeros(8192, 256))
