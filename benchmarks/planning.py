@@ -84,6 +84,8 @@ ONE_CARD = {
     "BERT-0.6M, 64 x 512, 150 MiB": "bert-0.6m --vram 150MiB --batch-size 64 --seq-len 512 --gpu bare",
     "BERT-0.6M, 8 x 512, 5 MiB": "bert-0.6m --vram 5MiB --batch-size 8 --seq-len 512 --gpu bare",
     "BERT-0.6M, 8 x 512, 5 MiB, RTX 2060": "bert-0.6m --vram 5MiB --batch-size 8 --seq-len 512 --gpu rtx-2060",
+    "RoBERTa-84M, 128 tokens, largest batch in 6 GiB": "roberta_84m --vram 6GiB --seq-len 128 --gpu rtx-2060 "
+    "--forbid offload --largest-batch",
     "GPT-2-0.9M, largest batch in 300 MiB": "gpt2-0.9m --vram 300MiB --seq-len 128 --gpu bare --largest-batch",
     "ViT-base, 16, 3 GiB": "vit_base --vram 3GiB --batch-size 16 --gpu rtx-3060",
     "U-Net, 16, 3 GiB": "unet.py:build --vram 3GiB --batch-size 16 --gpu rtx-3060",
