@@ -107,12 +107,12 @@ def missing_bytes(
     alternatives: Sequence[tuple[Decision, ...]],
     fastest: bool,
 ) -> int:
-    """Returns about how many bytes a step lacks that does not run within `vram_bytes`: up to 0.1% of them too many.
+    """Returns about how many bytes a step lacks that does not run within `vram_bytes`: at least 1, up to 0.1% too many.
 
     The other arguments are those of `smallest_of`.
     """
     search = _Search(AllocatingStep(graph, card, fastest=fastest), alternatives, max(MIB, vram_bytes >> 10))
-    return search.smallest_total_bytes(vram_bytes) - vram_bytes
+    return max(search.smallest_total_bytes(vram_bytes) - vram_bytes, 1)
 
 
 def nearly_smallest_of(
