@@ -15,7 +15,7 @@ from planner.choose import fitting
 from planner.choose.choice import Certified, Choice
 from planner.choose.planning_session import PlanningSession
 from planner.errors import BudgetError, DecisionError, StepError, TimeLimitError, WorkloadError
-from planner.estimate.smallest_total import nearly_smallest_of
+from planner.estimate.smallest_total import approximate_smallest_of
 from planner.plan_types.constraints import Constraints, kinds_of
 from planner.plan_types.decision_base import Role
 from planner.plan_types.plan import Plan
@@ -23,6 +23,7 @@ from planner.plan_types.sizes import format_size
 from planner.plan_types.words import counted
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.search.largest_within import largest_within
 from planner.space.search_space import SearchSpace
 from planner.workload.budget import Budget
 from planner.workload.workload import Workload
@@ -31,8 +32,6 @@ _MOST_SAMPLES = 1 << 20
 """Maximum batch size that is tried."""
 _FIRST_SAMPLES = 64
 """Batch size that is tried first."""
-_EXACT_TO = 64
-"""The answer is exact below twice this number of samples. Above it, the relative error is at most 1/64."""
 _FAR = 8
 """Known decisions are tried for batch sizes up to this factor above the largest batch size that was searched."""
 _LEFT_OUT = (
@@ -41,8 +40,8 @@ _LEFT_OUT = (
 )
 """Techniques that the search for the largest batch does not use, each with the reason."""
 _NOT_FOUND = (
-    "the search found no plan that fits this batch. This plan has the decisions that need the least memory for another "
-    "batch size; a faster plan may exist"
+    "the search for the fastest plan found no plan that fits the budget. This plan uses decisions that were chosen for "
+    "a small peak, at this or another batch size, and it is certified to fit; a faster plan may exist"
 )
 
 
@@ -127,11 +126,12 @@ def _fitting(samples: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Need:
-    """About how many bytes a batch needs at most, and the decisions with which it does."""
+class _MemoryBound:
+    """An upper bound on the memory that a batch of one size needs, and the decisions with which the step runs in it."""
 
     total_bytes: int
-    """A total in bytes in which the step runs. If it is larger than the budget, the step does not run in the budget."""
+    """A total in bytes in which the step runs with these decisions. If it exceeds the budget, the step does not run in
+    the budget with them."""
     choice: Choice
     is_searched: bool
     """True if the decisions are those of the smallest configuration for this batch; False if they were found for a
@@ -159,9 +159,9 @@ class _Needs:
         self._question: dict[str, Any] = {"vram_bytes": vram_bytes, "constraints": constraints, "watch": watch}
         self.usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
         self._plans: dict[int, Plan | None] = {}
-        self._needs: dict[int, _Need] = {}
+        self._bounds: dict[int, _MemoryBound] = {}
         self._latest = self._search(_FIRST_SAMPLES)
-        """What the latest search found."""
+        """The result of the latest search."""
         self.least = self._least()
 
     def total_bytes(self, samples: int) -> int:
@@ -171,24 +171,25 @@ class _Needs:
         """
         if samples in self._plans and self._plans[samples] is None:
             return self.usable_bytes + 1
-        if samples not in self._needs:
-            far = _FAR * max(size for size, need in self._needs.items() if need.is_searched)
+        if samples not in self._bounds:
+            far = _FAR * max(size for size, bound in self._bounds.items() if bound.is_searched)
             try:
                 found = self._search(samples) if samples > far else self._rehearsed(samples)
             except StepError:
                 found = self._search(samples)  # this size may need other decisions, or be refused with any
-            self._needs[samples] = found
-        plan, total_bytes = self._plans.get(samples), self._needs[samples].total_bytes
+            self._bounds[samples] = found
+        plan, total_bytes = self._plans.get(samples), self._bounds[samples].total_bytes
         return total_bytes if plan is None else min(total_bytes, plan.peak.total_bytes)
 
     def plan(self, samples: int) -> Plan | None:
-        """Fastest plan for a batch of `samples`; None if no plan fits.
+        """Returns the fastest plan that the search finds for a batch of `samples`.
 
-        If a plan fits although the known decisions do not, the smallest configuration is searched for again.
+        If the search finds none, but known decisions fit, returns a plan with these decisions. None if neither fits. If
+        a plan fits although the known decisions do not, the smallest configuration is searched for again.
         """
         if samples not in self._plans:
             fits = self.total_bytes(samples) <= self.usable_bytes
-            known = self._needs[samples].choice if fits else None
+            known = self._bounds[samples].choice if fits else None
             with _naming(samples):
                 work = self._build(samples)
                 self._plans[samples] = plan_that_fits(work, self._card, **self._question, known=known)
@@ -196,28 +197,28 @@ class _Needs:
                 self._search(samples)
         return self._plans[samples]
 
-    def _search(self, samples: int) -> _Need:
+    def _search(self, samples: int) -> _MemoryBound:
         """Search for the smallest configuration. Forget upper bounds above the budget: its decisions may need less."""
         with _naming(samples):
             total_bytes, choice = smallest_configuration(self._build(samples), self._card, **self._question)
-        self._latest = _Need(total_bytes=total_bytes, choice=choice, is_searched=True)
-        self._needs = {
-            size: need
-            for size, need in self._needs.items()
-            if need.is_searched or need.total_bytes <= self.usable_bytes
+        self._latest = _MemoryBound(total_bytes=total_bytes, choice=choice, is_searched=True)
+        self._bounds = {
+            size: bound
+            for size, bound in self._bounds.items()
+            if bound.is_searched or bound.total_bytes <= self.usable_bytes
         } | {samples: self._latest}
         return self._latest
 
-    def _rehearsed(self, samples: int) -> _Need:
+    def _rehearsed(self, samples: int) -> _MemoryBound:
         """Rehearse a step with the decisions that the latest search has found."""
         card, choice, usable_bytes = self._card, self._latest.choice, self.usable_bytes
         graph = pipeline.record_step(self._build(samples), card, choice.rehearsed_decisions, watch=self._watch)
-        total_bytes = nearly_smallest_of(graph, card, choice.alternatives, vram_bytes=usable_bytes)
-        return _Need(total_bytes=total_bytes, choice=choice, is_searched=False)
+        total_bytes = approximate_smallest_of(graph, card, choice.with_each_allocator, vram_bytes=usable_bytes)
+        return _MemoryBound(total_bytes=total_bytes, choice=choice, is_searched=False)
 
     def largest_known(self) -> int | None:
         """Largest batch size that is known to fit; None if none is known."""
-        sizes = (samples for samples in self._needs if self.total_bytes(samples) <= self.usable_bytes)
+        sizes = (samples for samples in self._bounds if self.total_bytes(samples) <= self.usable_bytes)
         return max(sizes, default=None)
 
     def _least(self) -> int:
@@ -240,47 +241,6 @@ def _naming(samples: int) -> Iterator[None]:
             f"the largest batch cannot be found, because the step fails with {counted(samples, 'sample')}: {error}; "
             "if the model takes only some batch sizes, plan for each of them with --batch-size"
         ) from error
-
-
-def largest_within(
-    smallest_budget_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, first: int, most: int
-) -> tuple[int, int]:
-    """Finds the largest number of samples whose smallest budget is within a limit.
-
-    This is an interpolation search (regula falsi): bytes are nearly affine in the number of samples. So the next number
-    is where the line through the two known points nearest to the limit reaches the limit; after two answers on the same
-    side of the limit, it is the middle of the interval.
-
-    Args:
-        smallest_budget_bytes: function that takes a number of samples and returns the bytes that it needs. The result
-            is right only if a larger number never needs fewer bytes.
-        limit_bytes: the limit.
-        least: the smallest number to try.
-        first: a number to try at the beginning.
-        most: the largest number to try.
-
-    Returns:
-        A number within the limit, and a larger number that is not. They differ by 1 below twice `_EXACT_TO`, and by at
-        most 1/64 above. The result is (least - 1, least) if no number is within the limit, and (most, most + 1) if all
-        are.
-    """
-    known = {number: smallest_budget_bytes(number) for number in (least, first)}
-    sides: list[bool] = []
-    while True:
-        low = max((number for number, need in known.items() if need <= limit_bytes), default=least - 1)
-        too_many = (number for number, need in known.items() if need > limit_bytes and number > low)
-        high = min(too_many, default=most + 1)
-        if high - low <= max(1, low // _EXACT_TO):
-            return low, high
-        nearest, second = sorted(known, key=lambda number: abs(known[number] - limit_bytes))[:2]
-        slope = (known[nearest] - known[second]) / (nearest - second)
-        if slope <= 0 or (len(sides) > 1 and sides[-1] == sides[-2] and high <= most):
-            guess = (low + high) // 2 if high <= most else 2 * low  # allocator segments make steps
-        else:
-            guess = nearest + int((limit_bytes - known[nearest]) // slope)
-        asked = min(max(guess, low + 1), high - 1)
-        known[asked] = smallest_budget_bytes(asked)
-        sides.append(known[asked] <= limit_bytes)
 
 
 def smallest_card(
@@ -328,10 +288,13 @@ def plan_that_fits(
     watch: Watch | None = None,
     known: Choice | None = None,
 ) -> Plan | None:
-    """Return the plan of `plan_workload` if it fits, else None. This saves the search for the smallest plan.
+    """Return the fastest plan that fits; None if none is found.
+
+    Unlike `plan_workload`, this function does not search for the smallest plan if nothing fits.
 
     Args:
-        known: decisions with which the step fits. The plan has these decisions if the search finds no plan.
+        known: decisions with which the step fits by a rehearsal; None if no such decisions are known. If the search
+            finds no plan, a plan with these decisions is certified, and returned if it fits and is not too slow.
     """
     began = time.perf_counter()
     budget = Budget.on(card, vram_bytes, margin=constraints.margin)
@@ -347,7 +310,9 @@ def plan_that_fits(
         if certified is None and known is not None:
             certified = _certified_known(session, space, constraints, known)
             notes = (_NOT_FOUND, *notes)
-        if certified is None or not certified.measured.fits:
+            if not (certified.measured.fits and session.quick_enough(certified, constraints)):
+                return None
+        if certified is None:
             return None
         return assemble_plan(session, certified, constraints, budget, notes=notes, is_early=bool(early), began=began)
 
@@ -355,12 +320,19 @@ def plan_that_fits(
 def _certified_known(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, known: Choice
 ) -> Certified:
-    """Return a plan with known decisions. Its gap compares its step time with the fastest promise under the budget."""
-    plan = session.with_slower_algorithms().certify(known).promising_what_was_measured()
-    fastest = session.chooser(space, constraints).fastest(session.budget.allocator_bytes)
-    least_ns = 0.0 if fastest is None else fastest.step_ns * (1 - fastest.gap)
-    choice = dataclasses.replace(plan.choice, gap=max(0.0, 1 - least_ns / max(plan.choice.step_ns, 1)))
-    return dataclasses.replace(plan, choice=choice)
+    """Return a plan with known decisions, which were not searched for. Whether it fits is in `measured.fits`.
+
+    Its gap is the fraction of its step time by which the fastest plan that promises to fit is faster; 1 if no plan
+    promises to fit.
+    """
+    slower = session.with_slower_algorithms()
+    plan = slower.certify(known)
+    fastest = slower.chooser(space, constraints).fastest(slower.budget.allocator_bytes)
+    if fastest is None:
+        return plan.with_measured_promise(gap=1.0)
+    fastest = fastest.passed_over or fastest
+    least_ns = fastest.step_ns * (1 - fastest.gap)
+    return plan.with_measured_promise(gap=max(0.0, 1 - least_ns / max(plan.measured.footprint.step_ns, 1)))
 
 
 def smallest_configuration(
@@ -371,8 +343,8 @@ def smallest_configuration(
     This is faster than searching for the smallest plan, which also tries to reduce the allocator's slack.
 
     Returns:
-        About the smallest total in bytes in which the step runs with this configuration (`nearly_smallest_of`), and the
-        configuration.
+        A total in bytes in which the step runs with this configuration, near the smallest one
+        (`approximate_smallest_of`), and the plan as a choice.
     """
     with pipeline.open_session(
         workload, card, Budget.on(card, vram_bytes, margin=constraints.margin), watch
@@ -380,4 +352,6 @@ def smallest_configuration(
         space = session.search_space(constraints)
         certified = fitting.certify_found(session, lambda: session.chooser(space, constraints).smallest())
         choice, usable_bytes = certified.choice, session.budget.usable_bytes
-        return nearly_smallest_of(certified.graph, card, choice.alternatives, vram_bytes=usable_bytes), choice
+        return approximate_smallest_of(
+            certified.graph, card, choice.with_each_allocator, vram_bytes=usable_bytes
+        ), choice

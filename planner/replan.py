@@ -85,7 +85,7 @@ def replan(
                 session = session.with_slower_algorithms()
             certified = session.measure_at_smallest_budget(certified)
         fits = budget is None or (certified.measured.fits and session.quick_enough(certified, constraints))
-        certified = certified.promising_what_was_measured()
+        certified = certified.with_measured_promise()
         shortfall = None if fits else shortfall_of(session, certified, ())
         plan = assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
     if saved.run is None:

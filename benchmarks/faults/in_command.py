@@ -262,7 +262,7 @@ FAULTS = (
     ),
     Fault(
         name="largest-batch-one-more",
-        path="planner/questions.py",
+        path="planner/search/largest_within.py",
         old="        if high - low <= max(1, low // _EXACT_TO):\n            return low, high",
         new="        if high - low <= max(2, low // _EXACT_TO):\n            return low, high",
         tests=("tests/cli/test_questions.py::test_below_64_samples_not_one_more_would_fit_however_the_bytes_grow",),

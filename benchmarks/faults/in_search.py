@@ -354,8 +354,8 @@ FAULTS = (
     Fault(
         name="allocator-measured-with-the-defaults",
         path="planner/estimate/footprint.py",
-        old="        outcome = step.replayed(capacity, settings)\n",
-        new="        outcome = step.replayed(capacity, settings_on(card, ()))\n",
+        old="        outcome = step.replay(capacity, settings)\n",
+        new="        outcome = step.replay(capacity, settings_on(card, ()))\n",
         tests=("tests/choose/test_allocator.py::test_a_step_that_fits_only_with_other_options_gets_them",),
         why="a plan with other options of the allocator is certified without them",
     ),
@@ -533,16 +533,16 @@ FAULTS = (
     Fault(
         name="fitting-settles-for-what-does-not-fit",
         path="planner/choose/budget_search.py",
-        old="        if is_certified_to_fit(plan):\n",
-        new="        if is_certified_to_fit(plan) or missing_bytes_of(plan) <= 100:\n",
+        old="        does_fit = certify_fits(plan)\n",
+        new="        does_fit = certify_fits(plan) or missing_bytes_of(plan) <= 100\n",
         tests=("tests/choose/test_budget_search.py::test_what_is_settled_for_fits_and_is_hardly_slower_than_the_best",),
         why="a plan that lacks a few bytes is returned as fitting",
     ),
     Fault(
         name="fitting-measures-what-the-last-plan-lacks",
         path="planner/choose/budget_search.py",
-        old="        best = plan if is_certified_to_fit(plan) else best\n",
-        new="        best = plan if is_certified_to_fit(plan) or missing_bytes_of(plan) <= 0 else best\n",
+        old="        elif missing_bytes or certified < limit():\n",
+        new="        else:\n",
         tests=(
             "tests/choose/test_budget_search.py"
             "::test_what_a_plan_lacks_is_measured_only_if_smaller_plans_are_asked_for",
@@ -856,8 +856,8 @@ FAULTS = (
     Fault(
         name="head-start-predicts-less",
         path="planner/choose/fitting.py",
-        old="budget_bytes, answers, 1, _PREDICTIONS * _ATTEMPTS)",
-        new="budget_bytes, answers, 1, _PREDICTIONS)",
+        old="    predictions = _PREDICTIONS * _ATTEMPTS\n",
+        new="    predictions = _PREDICTIONS\n",
         tests=(
             "tests/choose/test_budget_search.py"
             "::test_the_head_start_passes_over_as_many_predicted_failures_as_a_search",

@@ -124,7 +124,7 @@ class BackgroundCertification:
             self._failed.append(choice)
             return
         seconds = _seconds_of_children() - before
-        alternatives = choice.alternatives
+        alternatives = choice.with_each_allocator
         child = Child(functools.partial(_smallest_total, graph, self._session.card, alternatives))
         self._in_measurement = _Measurement(choice=choice, graph=graph, child=child, seconds=seconds)
         child.in_background()

@@ -54,7 +54,7 @@ BudgetOf = Callable[[Any], int]
 
 def search(
     propose: Callable[[BudgetOf, float], P | None],
-    is_certified_to_fit: Callable[[P], bool],
+    certify_fits: Callable[[P], bool],
     missing_bytes_of: Callable[[P], int],
     predicted_missing_bytes: Callable[[P], int],
     *,
@@ -69,8 +69,9 @@ def search(
     Args:
         propose: function of the limit on promised bytes of each configuration, and of a limit on the step time in
             nanoseconds; returns the fastest plan within both limits, or None.
-        is_certified_to_fit: function that certifies a plan and returns True if it fits.
-        missing_bytes_of: function that returns how many bytes a certified plan lacks that does not fit.
+        certify_fits: function that certifies a plan, which takes seconds, and returns True if the plan fits.
+        missing_bytes_of: function that takes a plan whose certificate does not fit, and returns how many bytes it
+            lacks, at least 1.
         predicted_missing_bytes: function that predicts how many bytes a plan lacks; 0 or less if the plan may fit. Of
             the plans that are predicted to fail, only the one that lacks the fewest bytes is certified, in the end: if
             a plan has fit, of those that are much faster and lack few bytes (`_NEAR`).
@@ -85,21 +86,28 @@ def search(
     predicted: list[tuple[int, P]] = []  # plans that are predicted to fail, each with the bytes that it lacks
     fits, certified = False, 0
 
-    def does_fit(plan: P) -> bool:
-        """Returns False if a plan fails by a prediction or, if it may fit, by its certificate."""
-        nonlocal certified
+    def limit() -> int:
+        """Returns the maximum number of certificates, which is smaller as long as no plan has fit."""
+        return min(attempts, hopeless) if best is None else attempts
+
+    def predicted_to_lack(plan: P) -> int:
+        """Returns how many bytes a plan lacks by a prediction, and notes the failure; 0 if it has to be certified."""
         missing_bytes = predicted_missing_bytes(plan) if len(predicted) < predictions else 0
         if missing_bytes > 0:
             predicted.append((missing_bytes, plan))
             failed.append(plan)
-            return False
-        certified += 1
-        if is_certified_to_fit(plan):
-            return True
-        failed.append(plan)
-        return False
+        return max(missing_bytes, 0)
 
-    while certified < (min(attempts, hopeless) if best is None else attempts):
+    def passes(plan: P) -> bool:
+        """Certifies a plan, and returns True if it fits."""
+        nonlocal certified
+        certified += 1
+        does_fit = certify_fits(plan)
+        if not does_fit:
+            failed.append(plan)
+        return does_fit
+
+    while certified < limit():
         below_ns = math.inf if best is None else best.step_ns / tie
         # After a plan that fits, the limits are raised first: it was the fastest plan within the present limits.
         plan = None if fits else propose(budgets.budget_of, below_ns)
@@ -108,22 +116,30 @@ def search(
             plan = propose(budgets.budget_of, below_ns)
         if plan is None:
             break
-        number, fits = len(predicted), does_fit(plan)
+        missing_bytes = predicted_to_lack(plan)
+        fits = not missing_bytes and passes(plan)
         if fits:
             best = plan
-        else:
-            budgets.fail(plan, predicted[-1][0] if len(predicted) > number else missing_bytes_of(plan))
+        elif missing_bytes or certified < limit():
+            budgets.fail(plan, missing_bytes or missing_bytes_of(plan))
     if best is not None and failed:
-        best = _between(propose, does_fit, best, failed, may_certify=lambda: certified < attempts) or best
+        found = _between(
+            propose,
+            lambda plan: not predicted_to_lack(plan) and passes(plan),
+            best,
+            failed,
+            may_certify=lambda: certified < attempts,
+        )
+        best = found or best
     # A prediction may be wrong. If no plan has fit, or a much slower one, the nearest plan is certified after all.
     near = [
         (missing_bytes, plan)
         for missing_bytes, plan in predicted
         if best is None or (best.step_ns > _MUCH_FASTER * plan.step_ns and missing_bytes <= plan.peak_bytes // _NEAR)
     ]
-    if near and certified < (min(attempts, hopeless) if best is None else attempts):
-        _, plan = min(near, key=lambda found: found[0])
-        best = plan if is_certified_to_fit(plan) else best
+    if near and certified < limit():
+        _, plan = min(near, key=lambda pair: pair[0])
+        best = plan if certify_fits(plan) else best
     return best
 
 

@@ -64,8 +64,8 @@ class Choice:
         return without_roles(self.decisions, Role.ALLOCATOR)
 
     @property
-    def alternatives(self) -> tuple[Config, ...]:
-        """The decisions with each alternative for the options of the allocator."""
+    def with_each_allocator(self) -> tuple[Config, ...]:
+        """The decisions of the plan once with each of `allocators`, in order of preference."""
         return tuple((*self.rehearsed_decisions, *allocator) for allocator in self.allocators)
 
     @property
@@ -75,7 +75,10 @@ class Choice:
 
 
 def given_choice(decisions: Config) -> Choice:
-    """Returns a choice of given decisions, which were not searched for. It promises 0 bytes until it is certified."""
+    """Returns a choice with the given decisions, without those that shard the model.
+
+    Its promised peak and step time are 0. `Certified.with_measured_promise` replaces them after it is certified.
+    """
     return Choice(
         decisions=without_roles(decisions, Role.SHARDING),
         peak_bytes=0,
@@ -101,10 +104,15 @@ class Certified:
         """True if the peak of the certificate is what the choice promised."""
         return self.choice.peak_bytes + self.more_bytes == self.measured.curve_bytes
 
-    def promising_what_was_measured(self) -> Certified:
-        """Returns a plan that was not searched for (`given_choice`) with its measured peak and step time as promise."""
+    def with_measured_promise(self, gap: float = 0.0) -> Certified:
+        """Returns the plan with its certified peak in bytes and its step time in nanoseconds as its promise.
+
+        Use it for plans whose decisions were given, not searched for.
+        """
         peak_bytes, step_ns = self.measured.curve_bytes, self.measured.footprint.step_ns
-        promised = dataclasses.replace(self.choice, peak_bytes=peak_bytes, step_ns=step_ns)
+        promised = dataclasses.replace(
+            self.choice, peak_bytes=peak_bytes, step_ns=step_ns, status="not needed", gap=gap
+        )
         return dataclasses.replace(self, choice=promised, more_bytes=0)
 
 

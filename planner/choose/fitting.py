@@ -266,7 +266,7 @@ def _search_once(
         budget_bytes = session.budget.allocator_bytes  # the slack may be smaller than its first estimate
     tried: dict[Choice, Certified] = {}
 
-    def is_certified_to_fit(choice: Choice) -> bool:
+    def certify_fits(choice: Choice) -> bool:
         session.watch.stage("certifying a plan")
         tried[choice] = certified = certify(session, choice)
         check_recordings(session, certified)
@@ -277,8 +277,8 @@ def _search_once(
     def missing_bytes_of(choice: Choice) -> int:
         return session.missing_bytes(tried[choice])
 
-    answers = is_certified_to_fit, missing_bytes_of
-    choice = _searched(session, chooser, budget_bytes, answers, attempts, _PREDICTIONS * attempts)
+    number = attempts, _PREDICTIONS * attempts
+    choice = _searched(session, chooser, budget_bytes, *number, certify_fits, missing_bytes_of)
     return None if choice is None else tried[choice], tuple(tried.values())
 
 
@@ -286,13 +286,15 @@ def _searched(
     session: PlanningSession,
     chooser: Chooser,
     budget_bytes: int,
-    answers: tuple[Callable[[Choice], bool], Callable[[Choice], int]],
     attempts: int,
     predictions: int,
+    certify_fits: Callable[[Choice], bool],
+    missing_bytes_of: Callable[[Choice], int],
 ) -> Choice | None:
     return search(
         lambda budget_of, below_ns: chooser.fastest(budget_of, below_ns=below_ns),
-        *answers,
+        certify_fits,
+        missing_bytes_of,
         session.predicted_missing_bytes,
         budgets=PromiseBudgets(budget_bytes, finest_bytes=session.budget.tensor_bytes // _FINEST_STEP, tie=TIE),
         tie=TIE,
@@ -307,8 +309,9 @@ def first_to_certify(session: PlanningSession, space: SearchSpace, constraints: 
     chooser, budget_bytes = session.chooser(space, constraints), session.budget.tensor_bytes
     if chooser.fastest(budget_bytes) is None:
         return None
-    answers = (lambda choice: True), (lambda choice: 0)
-    return _searched(session, chooser, budget_bytes, answers, 1, _PREDICTIONS * _ATTEMPTS)
+    # Every plan that would be certified counts as one that fits, so that the search returns the first one.
+    predictions = _PREDICTIONS * _ATTEMPTS
+    return _searched(session, chooser, budget_bytes, 1, predictions, lambda choice: True, lambda choice: 1)
 
 
 def smallest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified:

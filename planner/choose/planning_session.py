@@ -241,7 +241,7 @@ class PlanningSession:
         one with which the step fits without releasing cached memory, or else the first one with which it fits.
         """
         possible: list[Certified] = []
-        for decisions in choice.alternatives:
+        for decisions in choice.with_each_allocator:
             if changed_options(decisions, self.card.alloc_conf):  # what the user has set is changed last
                 fitting = next((certified for certified in possible if certified.measured.fits), None)
                 if fitting is not None:
@@ -353,16 +353,16 @@ class PlanningSession:
         """Returns how many bytes a plan will probably lack; 0 if it may fit, or if nothing is known."""
         if choice.prediction is None:
             return 0
-        usable_bytes, alternatives = self.budget.usable_bytes, choice.alternatives
+        usable_bytes, alternatives = self.budget.usable_bytes, choice.with_each_allocator
         return choice.prediction.missing_bytes(self.card, usable_bytes, alternatives, self._only_fastest)
 
     def smallest_budget_bytes(self, certified: Certified) -> int:
         """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""
-        return smallest_of(certified.graph, self.card, certified.choice.alternatives, fastest=self._only_fastest)
+        return smallest_of(certified.graph, self.card, certified.choice.with_each_allocator, fastest=self._only_fastest)
 
     def missing_bytes(self, certified: Certified) -> int:
-        """Returns about how many bytes a certified plan lacks that does not fit (`smallest_total.missing_bytes`)."""
-        alternatives, usable_bytes = certified.choice.alternatives, self.budget.usable_bytes
+        """Returns how many bytes a certified plan lacks that does not fit: at least 1, and approximate."""
+        alternatives, usable_bytes = certified.choice.with_each_allocator, self.budget.usable_bytes
         return missing_bytes(certified.graph, self.card, usable_bytes, alternatives, self._only_fastest)
 
     @functools.cached_property

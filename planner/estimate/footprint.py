@@ -108,13 +108,13 @@ def measure(
     capacity = None if vram_bytes is None else vram_bytes - card.outside_bytes
     if card.allocator:
         step = AllocatingStep(graph, card, fastest=fastest)
-        outcome = step.replayed(capacity, settings)
+        outcome = step.replay(capacity, settings)
         retries = outcome.retries
         if outcome.out_of_memory_event is not None:
             # The report says how much memory the step would need: replay it to its end, without a limit.
             fits = False
             unlimited = step if fastest else dataclasses.replace(step, fastest=True)
-            outcome = unlimited.replayed(None, without_limit(settings))
+            outcome = unlimited.replay(None, without_limit(settings))
         if outcome.taken:
             curve_bytes = least_bytes
             slower = tuple(graph.storages[index].op or 0 for index in storages_of_blocks(graph, outcome.taken))
@@ -165,7 +165,7 @@ def runs_within(
     capacity = vram_bytes - card.outside_bytes
     if not card.allocator:
         return int(graph.live_bytes(granularity_bytes=granularity_bytes(card)).max()) <= capacity
-    outcome = AllocatingStep(graph, card, fastest=fastest).replayed(capacity, settings_on(card, decisions))
+    outcome = AllocatingStep(graph, card, fastest=fastest).replay(capacity, settings_on(card, decisions))
     return outcome.out_of_memory_event is None
 
 
@@ -175,8 +175,7 @@ class AllocatingStep:
 
     graph: StepGraph
     card: DeviceProfile
-    _: dataclasses.KW_ONLY
-    fastest: bool = False
+    fastest: bool = dataclasses.field(default=False, kw_only=True)
     """True if each convolution must run its first algorithm. Otherwise it takes the one that fits."""
 
     @functools.cached_property
@@ -196,18 +195,21 @@ class AllocatingStep:
         return trials_of_blocks(self.graph, fastest=self.fastest)
 
     @property
-    def is_repeated(self) -> bool:
+    def has_repeated_steps(self) -> bool:
         """True if the recording has steps that all later steps repeat (`last_round`)."""
         return self._last_round is not None
 
     @property
-    def tries_out(self) -> bool:
+    def searches_algorithms(self) -> bool:
         """True if convolutions try out their algorithms in free memory."""
         return any(trials.search for trials in self._trials.values())
 
     @functools.cached_property
     def least_bytes(self) -> int:
-        """Lower bound on the reserved bytes: the peak of the memory curve, with the workspaces that may be taken."""
+        """Lower bound in bytes on the memory that the allocator reserves: the peak of the memory curve.
+
+        Each convolution counts with the smallest workspace that it may use.
+        """
         is_fixed = self.fastest or not self._trials
         graph = self.graph if is_fixed else with_least_workspaces(self.graph)
         return int(graph.live_bytes(granularity_bytes=granularity_bytes(self.card)).max())
@@ -216,14 +218,16 @@ class AllocatingStep:
         """Returns the tick of the recording at which the allocated bytes peaked in a replay."""
         return int(self._stream[2][outcome.peak_allocated_event])
 
-    def replayed(
+    def replay(
         self, capacity_bytes: int | None, settings: AllocatorSettings, *, repeats: bool = True, tries: bool = True
     ) -> AllocatorOutcome:
-        """Replays the allocations (`replayed`).
+        """Replays the allocations, and returns the worst outcome over all orders of addresses (`replayed`).
 
         Args:
-            repeats: True to repeat the last steps as in a longer run, False to run each recorded step once.
-            tries: False if workspaces are taken in their first size, and no algorithms are tried out.
+            capacity_bytes: maximum number of bytes that the allocator may reserve; None for no limit.
+            settings: options of the allocator.
+            repeats: True to repeat the last steps as a longer run does, False to run each recorded step once.
+            tries: False to give each convolution its first workspace, without trying out other algorithms.
         """
         ids, sizes, _ = self._stream
         trials = self._trials if tries else {}

@@ -5,9 +5,10 @@ without a limit. The smallest limit is found by bisection. If a replay fits, the
 peak of the bytes that it reserved. This may be well below the tried limit, but with this peak as its limit the
 allocator would answer every request in the same way.
 
-A recording has two steps, and the later steps of a run may reserve more than they do. A replay that repeats the last
-step until nothing changes takes several times as long. So the limit is first searched without repeated steps, which
-gives the right answer in nearly all cases, and the answer is checked with repeated steps.
+A recording usually has two steps. The later steps of a training run repeat the last recorded step and may reserve more
+memory. A replay that repeats that step until nothing changes takes several times as long as a replay of the recording
+alone. So the bisection first replays only the recorded steps. The limit that it finds is then checked with repeated
+steps. If the step runs out of memory there, the bisection continues above that limit.
 
 The bisection assumes that a step that runs under one limit also runs under every larger limit. A caching allocator does
 not guarantee this, so an even smaller total may exist. The step runs in the returned total in any case.
@@ -85,11 +86,13 @@ def predicted_missing_bytes(
     alternatives: Sequence[tuple[Decision, ...]],
     fastest: bool,
 ) -> int:
-    """Returns about how many bytes a step lacks by a prediction; 0 if it lacks at most `_TOLERANCE_BYTES`.
+    """Returns how many bytes a step lacks by a prediction; 0 if it lacks at most `_TOLERANCE_BYTES`.
+
+    The result may be too large, as that of `missing_bytes`.
 
     Args:
         graph: the predicted allocations (`planner.recompute.selected_step`).
-        vram_bytes: the budget.
+        vram_bytes: the budget in bytes.
         alternatives, fastest: as in `smallest_of`.
     """
     enough_bytes = vram_bytes + _TOLERANCE_BYTES
@@ -97,7 +100,7 @@ def predicted_missing_bytes(
         runs_within(graph, card, enough_bytes, decisions, fastest=fastest) for decisions in alternatives
     ):
         return 0
-    return missing_bytes(graph, card, vram_bytes, alternatives, fastest)
+    return _TOLERANCE_BYTES + missing_bytes(graph, card, enough_bytes, alternatives, fastest)
 
 
 def missing_bytes(
@@ -107,26 +110,39 @@ def missing_bytes(
     alternatives: Sequence[tuple[Decision, ...]],
     fastest: bool,
 ) -> int:
-    """Returns about how many bytes a step lacks that does not run within `vram_bytes`: at least 1, up to 0.1% too many.
+    """Returns how many bytes a step lacks that does not run within a budget: at least 1.
 
-    The other arguments are those of `smallest_of`.
+    The result may be too large, by at most `_error_bytes`.
+
+    Args:
+        vram_bytes: the budget in bytes, in which the step does not run.
+        graph, card, alternatives, fastest: as in `smallest_of`.
     """
-    search = _Search(AllocatingStep(graph, card, fastest=fastest), alternatives, max(MIB, vram_bytes >> 10))
+    search = _Search(AllocatingStep(graph, card, fastest=fastest), alternatives, _error_bytes(vram_bytes))
     return max(search.smallest_total_bytes(vram_bytes) - vram_bytes, 1)
 
 
-def nearly_smallest_of(
+def approximate_smallest_of(
     graph: StepGraph, card: DeviceProfile, alternatives: Sequence[tuple[Decision, ...]], *, vram_bytes: int
 ) -> int:
-    """Returns a total in bytes in which a step runs. It is within a budget if the step runs in the budget.
+    """Returns a total in bytes in which a step runs, at most `_error_bytes` above the smallest such total.
 
-    The total exceeds the smallest one by at most 0.1% of the budget. The other arguments are those of `smallest_of`.
+    If the step runs within a budget, the result is at most the budget.
+
+    Args:
+        vram_bytes: the budget in bytes.
+        graph, card, alternatives: as in `smallest_of`.
     """
-    search = _Search(AllocatingStep(graph, card), alternatives, max(MIB, vram_bytes >> 10))
+    search = _Search(AllocatingStep(graph, card), alternatives, _error_bytes(vram_bytes))
     reserved_bytes = search.reserved_bytes(vram_bytes) if card.allocator else None
     if reserved_bytes is None:
         return search.smallest_total_bytes(vram_bytes if card.allocator else 0)
     return search.smallest_total_bytes(0, reserved_bytes)
+
+
+def _error_bytes(vram_bytes: int) -> int:
+    """Returns the maximum error in bytes of an approximate total: 1/1024 of the budget, but at least 1 MiB."""
+    return max(MIB, vram_bytes >> 10)
 
 
 class _Search:
@@ -135,7 +151,8 @@ class _Search:
     def __init__(self, step: AllocatingStep, alternatives: Sequence[tuple[Decision, ...]], within_bytes: int) -> None:
         self._step, self._within_bytes = step, within_bytes
         self._settings = [without_limit(settings_on(step.card, decisions)) for decisions in alternatives]
-        """The alternatives. The one with which the step ran last comes first: it may run under a smaller limit, too."""
+        """Allocator settings of the alternatives. The alternative with which the latest replay ran comes first, because
+        the step probably runs under a smaller limit with it, too."""
 
     def reserved_bytes(self, total_bytes: int) -> int | None:
         """Returns how many bytes the allocator reserves within a total; None if the step does not run."""
@@ -146,7 +163,8 @@ class _Search:
 
         Args:
             above_bytes: a total in which the step is known not to run; 0 if none is known.
-            reserved_bytes: bytes of a known run, without those outside of the allocator; None if none is known.
+            reserved_bytes: peak of the reserved bytes in a replay that ran, without the CUDA context and NCCL's memory;
+                None if there is none.
         """
         step, within_bytes = self._step, self._within_bytes
         if not step.card.allocator:
@@ -160,15 +178,15 @@ class _Search:
             if less_bytes is not None:
                 found = self._bisected([settings], low, less_bytes, repeats=False)
                 _move_to_front(self._settings, settings)
-        if step.is_repeated and found < high:
+        if step.has_repeated_steps and found < high:
             repeated_bytes = self._reserved_bytes(self._settings, found)
             found = self._bisected(self._settings, found, high) if repeated_bytes is None else repeated_bytes
         return found + step.card.outside_bytes
 
     def _reserved_without_limit(self) -> int:
         """Returns the bytes that the step reserves without a limit, or a little more if algorithms are tried out."""
-        high = self._step.replayed(None, self._settings[0], tries=False).peak_reserved_bytes
-        if self._step.tries_out:  # each search for an algorithm empties the cache, which changes what follows
+        high = self._step.replay(None, self._settings[0], tries=False).peak_reserved_bytes
+        if self._step.searches_algorithms:  # each search for an algorithm empties the cache, which changes what follows
             while self._reserved_bytes(self._settings[:1], high) is None:
                 high += max(high // 16, self._within_bytes)
         return high
@@ -187,10 +205,13 @@ class _Search:
         """Returns how many bytes the allocator reserves under a limit; None if the step does not run.
 
         Args:
-            possible: the first one counts with which the step runs. It is moved to the front.
+            possible: settings of the allocator, tried in order. The first ones with which the step runs give the result
+                and are moved to the front of this list.
+            limit_bytes: maximum number of bytes that the allocator may reserve.
+            repeats: as in `AllocatingStep.replay`.
         """
         for settings in possible:
-            outcome = self._step.replayed(limit_bytes, settings, repeats=repeats)
+            outcome = self._step.replay(limit_bytes, settings, repeats=repeats)
             if outcome.out_of_memory_event is None:
                 _move_to_front(possible, settings)
                 return outcome.peak_reserved_bytes

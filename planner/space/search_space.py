@@ -82,13 +82,11 @@ class SearchSpace:
         """
         if self.chunks is None or not any(self.losses):
             return None
-        present, most = self.chunks, self.chunks.most_chunks()
-        numbers = {split.micro_batches for split in self.splits}
+        present, most, numbers = self.chunks, self.chunks.most_chunks(), {split.micro_batches for split in self.splits}
         if all(present.for_micro_batches(n) == most.for_micro_batches(n) for n in numbers):
-            return None
-        return dataclasses.replace(
-            self, chunks=most, losses=tuple(most.for_whole_batch() if loss else () for loss in self.losses)
-        )
+            return None  # every split already has the maximum number of chunks
+        losses = tuple(most.for_whole_batch() if loss else () for loss in self.losses)
+        return dataclasses.replace(self, chunks=most, losses=losses)
 
     def restricted_to(self, config: Sequence[Decision]) -> SearchSpace:
         """Returns this search space with `config` as its only configuration. Splits and `recompute` stay the same."""

@@ -36,7 +36,7 @@ class World:
         inside = [p for p in self.plans if p.peak_bytes <= budget_of(p.config) and p.step_ns < below_ns]
         return min(inside, key=lambda plan: plan.step_ns, default=None)
 
-    def is_certified_to_fit(self, plan: Plan) -> bool:
+    def certify_fits(self, plan: Plan) -> bool:
         self.tried.append(plan)
         return self.lacks(plan) <= 0
 
@@ -55,7 +55,7 @@ class World:
         budgets = PromiseBudgets(self.capacity_bytes, finest_bytes=self.capacity_bytes // 512, tie=TIE)
         return search(
             self.ask,
-            self.is_certified_to_fit,
+            self.certify_fits,
             self.missing_bytes_of,
             predicted,
             budgets=budgets,
@@ -164,7 +164,8 @@ def test_what_a_plan_lacks_is_measured_only_if_smaller_plans_are_asked_for():
     world = World(curve("a", 800, cost=1.0), 1000)
     assert world.search(predicted=world.lacks) is None
     assert len(world.tried) == 1 and not world.measured
-    assert world.search() is None and world.measured
+    assert world.search(attempts=3) is None
+    assert len(world.tried) == 4 and world.measured == world.tried[1:3]
 
 
 def test_after_a_number_of_predicted_failures_plans_are_certified():

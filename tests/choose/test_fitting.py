@@ -313,12 +313,14 @@ def test_a_plan_with_known_decisions_is_returned_if_the_search_finds_none(monkey
     constraints = parse_constraints(fidelity="rounded", force=[], forbid=[])
     options = {"constraints": constraints, "vram_bytes": 300 * MIB}
     found = plan_that_fits(work, profiles.load("bare"), **options)
-    known = given_choice((StepInBackward(), Checkpoint(modules=("0", "1", "2"))))
+    given = given_choice((StepInBackward(), Checkpoint(modules=("0", "1", "2"))))
+    known = dataclasses.replace(given, status="optimal")  # by a search for another plan
     monkeypatch.setattr(pipeline, "fastest_in_time", lambda *_: (None, ()))
     assert plan_that_fits(work, profiles.load("bare"), **options) is None
     plan = plan_that_fits(work, profiles.load("bare"), **options, known=known)
     assert plan is not None and plan.fits and set(plan.decisions) == set(known.decisions)
-    assert "the search found no plan that fits" in plan.notes[0]
+    assert "found no plan that fits the budget" in plan.notes[0]
+    assert plan.solver.status == "not needed"
     assert plan.solver.promised_bytes == plan.solver.certified_bytes == plan.peak.allocated_bytes
     assert plan.solver.gap == pytest.approx(1 - found.peak.step_ns / plan.peak.step_ns, abs=1e-3)
     assert plan.solver.gap > 0

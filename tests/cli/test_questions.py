@@ -15,7 +15,7 @@ from planner.cli import main
 from planner.errors import DecisionError
 from planner.plan_types.plan import Plan
 from planner.plan_types.techniques import KINDS
-from planner.questions import largest_within
+from planner.search.largest_within import largest_within
 from planner.workload import cards
 from planner.workload.loading import load_workload
 

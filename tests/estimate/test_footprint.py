@@ -14,7 +14,7 @@ from planner.estimate import footprint
 from planner.estimate.allocation_stream import allocation_stream, last_round
 from planner.estimate.footprint import measure, runs_within
 from planner.estimate.largest_tensors import MOST_LISTED, largest_tensors
-from planner.estimate.smallest_total import missing_bytes, nearly_smallest_of, smallest_of, smallest_total_bytes
+from planner.estimate.smallest_total import approximate_smallest_of, missing_bytes, smallest_of, smallest_total_bytes
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.sizes import MIB
 from planner.recording.rehearsal import rehearse_program
@@ -94,14 +94,14 @@ def test_the_smallest_total_of_several_alternatives_is_that_of_the_best_one(prog
 @pytest.mark.parametrize("order", ["ascending", "descending", "unknown"])
 @pytest.mark.parametrize("program", [functools.partial(holes_in_two_segments, freed=0), medium_after_small])
 def test_a_rough_total_is_within_a_budget_if_the_step_runs_in_it(program, order):
-    """The budgets are so near the smallest total that it could be exceeded by what a rough answer may be wrong."""
+    """Most budgets differ from the smallest total by less than the error that the approximate total may have."""
     graph = rehearse_program(program, Target(compute_capability=CARD.compute_capability))
     card = dataclasses.replace(CARD, segment_addresses=order)
     alternatives = [(), (Allocator(max_split_size_mb=21),), (Allocator(expandable_segments=True),)]
     smallest_bytes = smallest_of(graph, card, alternatives, within_bytes=1)
     for more_bytes in (-MIB, -1, 0, 1, MIB // 2, 10 * MIB):
         vram_bytes = smallest_bytes + more_bytes
-        total_bytes = nearly_smallest_of(graph, card, alternatives, vram_bytes=vram_bytes)
+        total_bytes = approximate_smallest_of(graph, card, alternatives, vram_bytes=vram_bytes)
         assert (total_bytes <= vram_bytes) == (more_bytes >= 0)
         assert 0 <= total_bytes - smallest_bytes <= MIB
         if more_bytes < 0:
@@ -118,7 +118,7 @@ def test_a_rough_total_is_within_a_budget_that_is_a_little_larger_than_the_small
     """Without a limit, 4104 MiB are reserved, which is right up to 0.1%."""
     graph = rehearse_program(large_after_small, Target(compute_capability=CARD.compute_capability))
     vram_bytes = CARD.outside_bytes + 4103 * MIB
-    assert nearly_smallest_of(graph, CARD, [()], vram_bytes=vram_bytes) == vram_bytes - MIB
+    assert approximate_smallest_of(graph, CARD, [()], vram_bytes=vram_bytes) == vram_bytes - MIB
     assert smallest_total_bytes(graph, CARD, within_bytes=4 * MIB) == vram_bytes + MIB
 
 
