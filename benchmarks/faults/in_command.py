@@ -261,6 +261,14 @@ FAULTS = (
         why="the largest batch is one that accumulation splits",
     ),
     Fault(
+        name="largest-batch-in-steps-of-one-sample",
+        path="planner/search/largest_within.py",
+        old="        if high > most:  # a plateau",
+        new="        if high < most:  # a plateau",
+        tests=("tests/cli/test_questions.py::test_numbers_that_all_need_the_same_are_not_searched_one_by_one",),
+        why="the search for the largest batch takes minutes if many batch sizes reserve the same memory",
+    ),
+    Fault(
         name="largest-batch-one-more",
         path="planner/search/largest_within.py",
         old="        if high - low <= max(1, low // _EXACT_TO):\n            return low, high",

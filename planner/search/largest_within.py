@@ -44,6 +44,9 @@ def largest_within(
             guess = (low + high) // 2 if high <= most else 2 * low  # allocator segments make steps
         else:
             guess = nearest + int((limit_bytes - known[nearest]) // slope)
+        if high > most:  # a plateau must not be searched in small steps: each one is twice as long as the one before
+            successes = next((number for number, fits in enumerate(reversed(sides)) if not fits), len(sides))
+            guess = max(guess, low + (max(1, low // _EXACT_TO) << successes))
         asked = min(max(guess, low + 1), high - 1)
         known[asked] = smallest_budget_bytes(asked)
         sides.append(known[asked] <= limit_bytes)

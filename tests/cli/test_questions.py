@@ -178,6 +178,20 @@ def test_steps_of_an_allocator_do_not_send_the_question_to_the_largest_number(li
     assert max(asked) <= 4 * max(high, 64)
 
 
+def test_numbers_that_all_need_the_same_are_not_searched_one_by_one():
+    asked = []
+
+    def needed(number: int) -> int:
+        asked.append(number)
+        if number == 64:  # so that the line through this point and any other one is steep
+            return 999
+        return 900 if number <= 6246 else 2000
+
+    low, high = largest_within(needed, limit_bytes=1000, first=64, most=1 << 20)
+    assert low <= 6246 < high <= low + low // 64
+    assert len(asked) < 25
+
+
 def test_a_single_number_that_needs_more_than_others_does_not_hide_them():
     needs = {1: 10, **dict.fromkeys(range(2, 90), 5), **dict.fromkeys(range(90, 100), 10)}
     low, high = largest_within(needs.__getitem__, limit_bytes=7, first=64, most=99)
