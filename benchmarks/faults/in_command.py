@@ -263,8 +263,8 @@ FAULTS = (
     Fault(
         name="largest-batch-in-steps-of-one-sample",
         path="planner/search/largest_within.py",
-        old="        if high > most:  # a plateau",
-        new="        if high < most:  # a plateau",
+        old="        if high > most:  # no number",
+        new="        if high < most:  # no number",
         tests=("tests/cli/test_questions.py::test_numbers_that_all_need_the_same_are_not_searched_one_by_one",),
         why="the search for the largest batch takes minutes if many batch sizes reserve the same memory",
     ),

@@ -22,7 +22,7 @@ from planner.choose.recordings import Recordings, Start
 from planner.choose.searches import Searches
 from planner.derive.shortening import Shortening, runs_to_shorten
 from planner.estimate.add_workspaces import with_least_workspaces, with_workspaces
-from planner.estimate.footprint import Measured, measure, runs_within
+from planner.estimate.footprint import AllocatingStep, Measured, measure, runs_within
 from planner.estimate.smallest_total import missing_bytes, smallest_of
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, changed_options, has_role
@@ -362,8 +362,8 @@ class PlanningSession:
 
     def missing_bytes(self, certified: Certified) -> int:
         """Returns how many bytes a certified plan lacks that does not fit: at least 1, and approximate."""
-        alternatives, usable_bytes = certified.choice.with_each_allocator, self.budget.usable_bytes
-        return missing_bytes(certified.graph, self.card, usable_bytes, alternatives, self._only_fastest)
+        step = AllocatingStep(certified.graph, self.card, fastest=self._only_fastest)
+        return missing_bytes(step, self.budget.usable_bytes, certified.choice.with_each_allocator)
 
     @functools.cached_property
     def lower_bound_bytes(self) -> Callable[[tuple[Decision, ...]], int]:

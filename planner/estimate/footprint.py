@@ -165,8 +165,7 @@ def runs_within(
     capacity = vram_bytes - card.outside_bytes
     if not card.allocator:
         return int(graph.live_bytes(granularity_bytes=granularity_bytes(card)).max()) <= capacity
-    outcome = AllocatingStep(graph, card, fastest=fastest).replay(capacity, settings_on(card, decisions))
-    return outcome.out_of_memory_event is None
+    return AllocatingStep(graph, card, fastest=fastest).runs_within(vram_bytes, decisions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +216,11 @@ class AllocatingStep:
     def tick_of_peak(self, outcome: AllocatorOutcome) -> int:
         """Returns the tick of the recording at which the allocated bytes peaked in a replay."""
         return int(self._stream[2][outcome.peak_allocated_event])
+
+    def runs_within(self, vram_bytes: int, decisions: Iterable[Decision]) -> bool:
+        """Returns True if the step runs in a total of `vram_bytes` with the allocator's options of these decisions."""
+        outcome = self.replay(vram_bytes - self.card.outside_bytes, settings_on(self.card, decisions))
+        return outcome.out_of_memory_event is None
 
     def replay(
         self, capacity_bytes: int | None, settings: AllocatorSettings, *, repeats: bool = True, tries: bool = True

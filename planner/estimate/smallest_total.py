@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from planner.allocator.options import without_limit
 from planner.allocator.settings import AllocatorSettings
-from planner.estimate.footprint import AllocatingStep, runs_within, settings_on
+from planner.estimate.footprint import AllocatingStep, settings_on
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.sizes import MIB
 from planner.profiles.device import DeviceProfile
@@ -95,30 +95,22 @@ def predicted_missing_bytes(
         vram_bytes: the budget in bytes.
         alternatives, fastest: as in `smallest_of`.
     """
-    enough_bytes = vram_bytes + _TOLERANCE_BYTES
-    if not card.allocator or any(
-        runs_within(graph, card, enough_bytes, decisions, fastest=fastest) for decisions in alternatives
-    ):
+    step, enough_bytes = AllocatingStep(graph, card, fastest=fastest), vram_bytes + _TOLERANCE_BYTES
+    if not card.allocator or any(step.runs_within(enough_bytes, decisions) for decisions in alternatives):
         return 0
-    return _TOLERANCE_BYTES + missing_bytes(graph, card, enough_bytes, alternatives, fastest)
+    return _TOLERANCE_BYTES + missing_bytes(step, enough_bytes, alternatives)
 
 
-def missing_bytes(
-    graph: StepGraph,
-    card: DeviceProfile,
-    vram_bytes: int,
-    alternatives: Sequence[tuple[Decision, ...]],
-    fastest: bool,
-) -> int:
+def missing_bytes(step: AllocatingStep, vram_bytes: int, alternatives: Sequence[tuple[Decision, ...]]) -> int:
     """Returns how many bytes a step lacks that does not run within a budget: at least 1.
 
     The result may be too large, by at most `_error_bytes`.
 
     Args:
         vram_bytes: the budget in bytes, in which the step does not run.
-        graph, card, alternatives, fastest: as in `smallest_of`.
+        alternatives: as in `smallest_of`.
     """
-    search = _Search(AllocatingStep(graph, card, fastest=fastest), alternatives, _error_bytes(vram_bytes))
+    search = _Search(step, alternatives, _error_bytes(vram_bytes))
     return max(search.smallest_total_bytes(vram_bytes) - vram_bytes, 1)
 
 

@@ -1,4 +1,4 @@
-"""Finds the largest number for which a function that hardly ever falls stays within a limit, in few calls."""
+"""Finds the largest number of samples whose memory is within a limit, with few calls of a slow function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def largest_within(
 
     This is an interpolation search (regula falsi): bytes are nearly affine in the number of samples. So the next number
     is where the line through the two known points nearest to the limit reaches the limit; after two answers on the same
-    side of the limit, it is the middle of the interval.
+    side of the limit, it is the middle of the interval. As long as no number is known to exceed the limit, each step is
+    at least twice as long as the one before, because many numbers may need the same bytes.
 
     Args:
         smallest_budget_bytes: function that takes a number of samples and returns the bytes that it needs. The result
@@ -44,7 +45,7 @@ def largest_within(
             guess = (low + high) // 2 if high <= most else 2 * low  # allocator segments make steps
         else:
             guess = nearest + int((limit_bytes - known[nearest]) // slope)
-        if high > most:  # a plateau must not be searched in small steps: each one is twice as long as the one before
+        if high > most:  # no number is known to exceed the limit
             successes = next((number for number, fits in enumerate(reversed(sides)) if not fits), len(sides))
             guess = max(guess, low + (max(1, low // _EXACT_TO) << successes))
         asked = min(max(guess, low + 1), high - 1)

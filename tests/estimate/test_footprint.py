@@ -12,7 +12,7 @@ import torch
 from planner import pipeline, profiles
 from planner.estimate import footprint
 from planner.estimate.allocation_stream import allocation_stream, last_round
-from planner.estimate.footprint import measure, runs_within
+from planner.estimate.footprint import AllocatingStep, measure, runs_within
 from planner.estimate.largest_tensors import MOST_LISTED, largest_tensors
 from planner.estimate.smallest_total import approximate_smallest_of, missing_bytes, smallest_of, smallest_total_bytes
 from planner.plan_types.decisions import Allocator
@@ -105,7 +105,7 @@ def test_a_rough_total_is_within_a_budget_if_the_step_runs_in_it(program, order)
         assert (total_bytes <= vram_bytes) == (more_bytes >= 0)
         assert 0 <= total_bytes - smallest_bytes <= MIB
         if more_bytes < 0:
-            assert 0 < missing_bytes(graph, card, vram_bytes, alternatives, False) <= MIB - more_bytes
+            assert 0 < missing_bytes(AllocatingStep(graph, card), vram_bytes, alternatives) <= MIB - more_bytes
 
 
 def large_after_small(device: torch.device) -> None:
