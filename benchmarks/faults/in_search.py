@@ -748,9 +748,7 @@ FAULTS = (
         path="planner/recompute/selected_step.py",
         old="    made_at |= {index: tick * fine + fine - 1 for index, tick in _updates(graph).items()}\n",
         new="",
-        tests=(
-            "tests/recompute/test_selected_step.py::test_the_predicted_total_is_nearly_that_of_the_certificate[mlp]",
-        ),
+        tests=("tests/recompute/test_selected_step.py::test_the_slack_after_the_first_update_is_predicted[mlp]",),
         why="plans that need a gigabyte more than predicted are certified one after the other",
     ),
     Fault(
@@ -765,12 +763,63 @@ FAULTS = (
         why="plans for steps that zero their gradients first are predicted to fail although they fit",
     ),
     Fault(
-        name="predicted-slack-with-a-replay-as-one-block",
+        name="predicted-slack-without-order-in-a-replay",
         path="planner/recompute/selected_step.py",
-        old="_parts([graph.storages[index].size_bytes for _, index in made], peak_bytes)",
-        new="[peak_bytes]",
-        tests=("tests/recompute/test_selected_step.py::test_the_replay_of_a_segment_is_predicted_with_several_blocks",),
+        old="begin + block.stop)",
+        new="end * self.fine)",
+        tests=("tests/recompute/test_selected_step.py::test_the_predicted_total_is_certified[segments]",),
         why="plans with segments are predicted to fail although they fit",
+    ),
+    Fault(
+        name="predicted-slack-with-tensors-made-twice",
+        path="planner/recompute/selected_step.py",
+        old="                stop += 1  # backward gets",
+        new="                pass  # backward gets",
+        tests=("tests/recompute/test_selected_step.py::test_the_predicted_total_is_certified[parts of a segment]",),
+        why="a tensor that a recompute made seems to be allocated again, and the predicted slack is wrong",
+    ),
+    Fault(
+        name="predicted-slack-without-offloaded-inputs",
+        path="planner/recompute/selected_step.py",
+        old="for storage in rerun.copied:",
+        new="for storage in ():",
+        tests=("tests/recompute/test_selected_step.py::test_the_predicted_total_is_certified[offloaded inputs]",),
+        why="plans that offload the inputs of a recompute are predicted to fit although they do not",
+    ),
+    Fault(
+        name="predicted-slack-frees-kept-outputs-early",
+        path="planner/recompute/selected_step.py",
+        old="                self.spans[index].append((at * self.fine, stop))\n",
+        new="                pass\n",
+        tests=("tests/recompute/test_selected_step.py::test_the_predicted_total_is_certified[kept convolutions]",),
+        why="the predicted slack of selective checkpointing is wrong",
+    ),
+    Fault(
+        name="predicted-slack-with-scratch-of-kept-outputs",
+        path="planner/recompute/selected_step.py",
+        old="elif graph.storages[index].op not in kept_ops:",
+        new="elif index not in rerun.kept:",
+        tests=("tests/recompute/test_selected_step.py::test_the_predicted_total_is_certified[kept convolutions]",),
+        why="a product that is kept seems to take its workspace a second time",
+    ),
+    Fault(
+        name="predicted-slack-with-a-later-workspace",
+        path="planner/recompute/selected_step.py",
+        old="(step.products if is_autograd else ())",
+        new="()",
+        tests=(
+            "tests/recompute/test_selected_step.py"
+            "::test_the_predicted_total_is_certified[first product in a recompute]",
+        ),
+        why="the workspace of cuBLAS is predicted in the wrong hole, and plans that do not fit are certified",
+    ),
+    Fault(
+        name="scratch-of-kept-outputs-is-promised",
+        path="planner/recompute/recompute_cost.py",
+        old="is_kept & is_saved | is_scratch, 0, held)",
+        new="is_kept & is_saved, 0, held)",
+        tests=("tests/recompute/test_selected_step.py::test_the_predicted_total_is_certified[kept convolutions]",),
+        why="the promise of a plan that keeps convolutions counts workspaces of convolutions that do not run",
     ),
     Fault(
         name="search-stops-below-plans-with-less-slack",
@@ -845,8 +894,8 @@ FAULTS = (
     Fault(
         name="workspaces-from-the-beginning",
         path="planner/recompute/selected_step.py",
-        old="    made_at = {index: tick * fine for index, tick in allocated_in_first_step(graph).items()}\n",
-        new="    made_at: dict[int, int] = {}\n",
+        old="in allocated_in_first_step(graph).items()\n",
+        new="in ()\n",
         tests=(
             "tests/recompute/test_selected_step.py"
             "::test_without_recompute_the_predicted_total_is_that_of_the_certificate[4096-1]",

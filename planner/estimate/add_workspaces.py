@@ -201,12 +201,13 @@ def _first_products(graph: StepGraph) -> Iterator[int]:
             yield first
 
 
-def allocated_in_first_step(graph: StepGraph) -> dict[int, int]:
-    """Returns the ticks at which a first step would allocate the cuBLAS workspaces.
+def allocated_in_first_step(graph: StepGraph) -> dict[int, tuple[int, bool]]:
+    """Returns when a first step would allocate the cuBLAS workspaces.
 
-    `graph` is a `primed` recording, as `with_workspaces` returns it. The keys are indices of its storages, and a value
-    is the tick of the first matrix product of a thread. In `graph` itself, the workspaces are alive from the beginning.
-    Workspaces of cublasLt, which come after them in the recording, are left out.
+    `graph` is a `primed` recording, as `with_workspaces` returns it. The keys are indices of its storages. A value has
+    the tick of the first matrix product of a thread, and True if it is autograd's thread. In `graph` itself, the
+    workspaces are alive from the beginning. Workspaces of cublasLt, which come after them in the recording, are left
+    out.
     """
     kept = (
         index
@@ -214,7 +215,10 @@ def allocated_in_first_step(graph: StepGraph) -> dict[int, int]:
         if storage.category is Category.WORKSPACE and storage.lives == [(0, graph.ticks)]
     )
     born = [ticks[-1] for ticks in _births(graph)]
-    return {index: born[first] for index, first in zip(kept, _first_products(graph), strict=False)}
+    return {
+        index: (born[first], graph.ops[first].phase in _THREADS[1])
+        for index, first in zip(kept, _first_products(graph), strict=False)
+    }
 
 
 def _cublaslt_workspaces(graph: StepGraph, born: list[int], torch_version: str) -> Iterator[Storage]:

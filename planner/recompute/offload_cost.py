@@ -89,6 +89,7 @@ class Offloads:
             holds=tuple(hold for hold in rerun.holds if hold[0] not in copied),
             cost_ns=rerun.cost_ns + self._cost_ns(call, copied),
             peaks=tuple((at, most_bytes + size_bytes) for at, most_bytes in rerun.peaks),
+            copied=frozenset(copied),
         )
 
     def _reads(self, saves: Collection[Save]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from planner.recompute.kept_products import Kept
+from planner.recompute.replay_memory import SegmentReplay
 from planner.recompute.windows import Window
 from planner.recording.step_graph import Save, StepGraph
 
@@ -38,6 +39,10 @@ class Rerun:
     peaks: tuple[tuple[int, int], ...]
     """(tick, bytes) for each time the call is recomputed: the most bytes that the recompute has alive at once, without
     `holds`. A divided segment is recomputed once per part."""
+    copied: frozenset[int] = frozenset()
+    """Inputs that were offloaded and that are copied back before the recompute. `peaks` includes them."""
+    replays: tuple[SegmentReplay, ...] = ()
+    """The replays of a segment, one for each entry of `peaks`; none for a module."""
 
     def back(self, save: Save) -> int:
         """Returns the tick at which a saved tensor is made again or copied back."""
@@ -105,7 +110,8 @@ class Reruns:
             numbers = self._order[inside].tolist()
             is_kept = np.array([storage in kept.storages for storage in numbers])
             is_saved = np.array([storage in self._saved for storage in numbers])
-            born, held = np.where(is_kept, call.start, born), np.where(is_kept & is_saved, 0, held)
+            is_scratch = ~is_kept & np.array([graph.storages[storage].op in kept.ops for storage in numbers])
+            born, held = np.where(is_kept, call.start, born), np.where(is_kept & is_saved | is_scratch, 0, held)
         forward_ns = int(self._elapsed[last_op] - self._elapsed[first_op])
         highest_bytes = _highest(born, np.minimum(self._deaths[inside], window.last_pack), held)
         backs = (window.back, *([window.again] if window.is_read_twice else []))

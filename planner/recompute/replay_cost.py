@@ -13,14 +13,14 @@ import functools
 import itertools
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from planner.estimate.tape_time import recorded_ns, replayed_ns
 from planner.recompute.kept_products import Kept
 from planner.recompute.recompute_cost import Rerun
+from planner.recompute.replay_memory import ReplayMemory, SegmentReplay, Stage
 from planner.recompute.segments import position_of
 from planner.recording.module_calls import ops_in
-from planner.recording.op_schema import WRITE_STATISTICS
 from planner.recording.step_graph import Save, StepGraph
 
 _COPIED_STATISTICS = 2
@@ -40,17 +40,14 @@ class Replays:
     """
 
     def __init__(self, graph: StepGraph, op_ns: list[int], sizes: list[int], launch_ns: int = 0) -> None:
-        self._graph, self._op_ns, self._sizes, self._launch_ns = graph, op_ns, sizes, launch_ns
+        self._graph, self._op_ns, self._launch_ns = graph, op_ns, launch_ns
+        self.memory = ReplayMemory(graph, sizes)
         self._segments = {index: call.segment for index, call in enumerate(graph.calls) if call.segment is not None}
         self._ops: dict[int, list[int]] = {}
-        self._born: dict[int, list[int]] = defaultdict(list)
         self._saves: dict[int, list[tuple[int, Save]]] = defaultdict(list)  # by call: storages and their saves
         self._writes: dict[int, list[int]] = defaultdict(list)
         if not self._segments:
             return
-        for index, storage in enumerate(graph.storages):
-            if storage.op is not None and storage.lives:
-                self._born[storage.op].append(index)
         unfilled = _saved_before_filled(graph)
         for save in graph.saves:
             if save.storage is not None and save.storage not in unfilled:
@@ -118,7 +115,8 @@ class Replays:
             kept=kept.storages,
             holds=(*held, *run.holds),
             cost_ns=run.cost_ns + self._recording_ns(numbered),
-            peaks=tuple(run.peaks),
+            peaks=tuple((replay.at, self.memory.peak_bytes(replay)) for replay in run.replays),
+            replays=tuple(run.replays),
         )
 
     def _parts(self, index: int, kept_ops: frozenset[int], split_points: tuple[int, ...]) -> list[_Part]:
@@ -178,48 +176,9 @@ class Replays:
                 leading.append(op)
         return leading[::-1], needed
 
-    def _statistics_bytes(self, op: int) -> int:
-        """Returns the bytes of the running statistics that a norm op updates; 0 for other ops.
-
-        A replay updates a copy of them, so that they are not updated twice.
-        """
-        record = self._graph.ops[op]
-        if record.name not in WRITE_STATISTICS:
-            return 0
-        return sum(self._sizes[storage] for storage in record.inputs[-2:] if self._graph.storages[storage].op is None)
-
-    def run(self, program: list[int], values: set[int], to_keep: set[int]) -> tuple[set[int], int]:
-        """Simulates running ops, and frees each storage after its last use by these ops.
-
-        Args:
-            program: indices of the ops.
-            values: storages that are alive at the beginning and whose bytes are counted.
-            to_keep: storages that are not freed.
-
-        Returns:
-            The storages in `to_keep` that are alive at the end, and the largest number of bytes alive at once.
-        """
-        touched = {op: (*self._graph.ops[op].inputs, *self._graph.ops[op].outputs) for op in program}
-        last_use = {storage: op for op in program for storage in touched[op]}
-        values = {storage for storage in values if storage in last_use or storage in to_keep}
-        alive = highest = sum(self._sizes[storage] for storage in values)
-        for op in program:
-            born = set(self._born[op]) - values
-            alive += sum(self._sizes[storage] for storage in born)
-            highest = max(highest, alive + self._statistics_bytes(op))
-            values |= born
-            over = {s for s in (*touched[op], *born) if last_use.get(s, op) == op and s not in to_keep} & values
-            alive -= sum(self._sizes[storage] for storage in over)
-            values -= over
-        return values, highest
-
-    def bytes_of(self, storages: Collection[int]) -> int:
-        """Returns the sum of the sizes of these storages in bytes."""
-        return sum(self._sizes[storage] for storage in storages)
-
     def ns_of(self, ops: Sequence[int]) -> int:
         """Returns the time in ns of replaying these ops, and of copying the running statistics that they update."""
-        copied = sum(bool(self._statistics_bytes(op)) for op in ops)
+        copied = sum(bool(self.memory.statistics(op)) for op in ops)
         copies_ns = _COPIED_STATISTICS * copied * replayed_ns(0, self._launch_ns)
         return sum(replayed_ns(self._op_ns[op], self._launch_ns) for op in ops) + copies_ns
 
@@ -277,7 +236,7 @@ class _Run:
         self._starting_points: dict[int, set[int]] = {}  # part -> its inputs, kept by a replay
         self._parts_run: set[int] = set()
         self.holds: list[tuple[int, int, int]] = []
-        self.peaks: list[tuple[int, int]] = []
+        self.replays: list[SegmentReplay] = []
         self.cost_ns = 0
         for back, number in sorted((part.back, n) for n, part in enumerate(parts) if part.back is not None):
             self._replay(number, back)
@@ -290,25 +249,19 @@ class _Run:
         between = (number for number in range(at + 1, wanted) if number not in self._parts_run)
         to_hold = _midpoints([number for number in between if parts[number].can_be_read(back)])
         self._parts_run.add(wanted)
-        # Run the parts on the way. `counted` has the live storages that are not part of `held_bytes`. The inputs that
-        # were kept for this part itself are among them: each is freed after its last use.
-        counted = self._starting_points.pop(wanted, set())
-        held_bytes = highest = 0
+        # Run the parts on the way, and then the part itself. Only its own inputs are freed after their last use.
+        stages, inputs = [], self._starting_points.pop(wanted, set())
         for number in range(at, wanted):
-            counted, peak = replays.run(parts[number].to_pass, counted, parts[number + 1].crossing)
-            highest = max(highest, held_bytes + peak)
-            self.cost_ns += replays.ns_of(parts[number].to_pass)
-            if number + 1 in to_hold:
-                crossing, back_then = parts[number + 1].crossing, parts[number + 1].back
+            crossing, is_held = parts[number + 1].crossing, number + 1 in to_hold
+            stages.append(Stage(parts[number].to_pass, crossing, is_held))
+            if is_held:
+                back_then = parts[number + 1].back
                 until = self._release if back_then is None else back_then - 1
-                self._starting_points[number + 1] = set(crossing)
+                self._starting_points[number + 1] = crossing
                 self.holds += [(storage, back, until) for storage in crossing]
-                held_bytes += replays.bytes_of(counted)
-                counted = set()
-        # Run the part itself.
-        _, peak = replays.run(parts[wanted].to_make, counted, parts[wanted].wanted)
-        self.cost_ns += replays.ns_of(parts[wanted].to_make)
-        self.peaks.append((back - 1, max(highest, held_bytes + peak)))
+        stages.append(Stage(parts[wanted].to_make, parts[wanted].wanted))
+        self.replays.append(SegmentReplay(back - 1, stages, inputs))
+        self.cost_ns += sum(replays.ns_of(stage.ops) for stage in stages)
 
 
 def _saved_before_filled(graph: StepGraph) -> set[int]:

@@ -5,23 +5,25 @@ which blocks are allocated and freed. This order is derived here from a what-if 
 `recompute.units` describes. The result has two steps: in the first one, cuBLAS allocates its workspaces, and the update
 creates the optimizer state, which splits free blocks of the allocator's cache.
 
-Where it is not exact: the storages of a recomputed module are placed in the order of its forward, but the replay of a
-segment is represented by blocks that are alive at the same time, and whose sizes add up to the peak of the replay.
-Scratch memory that the first update needs is left out.
+Storages that a recompute makes are placed in the order in which it makes them, and are freed as in the recorded forward
+of a module, or after their last use in the replay of a segment. Scratch memory that the first update needs is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from planner.estimate.add_workspaces import allocated_in_first_step
 from planner.recompute.holds import Options
 from planner.recompute.recompute_cost import Rerun
-from planner.recording.step_graph import Category, Save, StepGraph, Storage, merged_spans
+from planner.recompute.replay_memory import Block, ReplayMemory, SegmentReplay
+from planner.recording.step_graph import Category, Save, StepGraph, merged_spans
+from planner.workspaces.gemm import GEMM_OPS
 
 _Spans = list[tuple[int, int]]
 
@@ -35,15 +37,16 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
         selected: numbers of the selected units.
     """
     step = _Selected(graph, options, selected)
-    spans, recomputed = step.spans()
-    storages, fine = [*graph.storages, *recomputed], step.fine
-    spans += [storage.lives for storage in recomputed]
+    fine = step.fine
     begin, end = graph.step_starts[0] * fine, graph.ticks * fine
     last = 2 * end + 1  # What the second step frees at its end dies one tick earlier, so that the recording frees it.
-    made_at = {index: tick * fine for index, tick in allocated_in_first_step(graph).items()}
+    made_at = {
+        index: min([tick * fine, *(step.products if is_autograd else ())])  # autograd's thread runs the recomputes, too
+        for index, (tick, is_autograd) in allocated_in_first_step(graph).items()
+    }
     made_at |= {index: tick * fine + fine - 1 for index, tick in _updates(graph).items()}
     lives: list[_Spans] = []
-    for index, (storage, alive) in enumerate(zip(storages, spans, strict=True)):
+    for index, (storage, alive) in enumerate(zip(step.storages, step.spans, strict=True)):
         in_step = [span for span in alive if span[1] > begin]
         if any(start <= begin and stop >= end for start, stop in in_step):
             lives.append([(made_at.get(index, 0), last)])
@@ -58,7 +61,7 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
     number = {tick: index for index, tick in enumerate(ticks)}
     storages = [
         dataclasses.replace(storage, op=None, lives=[(number[start], number[stop]) for start, stop in of_one])
-        for storage, of_one in zip(storages, lives, strict=True)
+        for storage, of_one in zip(step.storages, lives, strict=True)
     ]
     return dataclasses.replace(
         graph,
@@ -91,34 +94,98 @@ def _updates(graph: StepGraph) -> dict[int, int]:
 
 
 class _Selected:
-    """The step of a recording in which some units are selected."""
+    """The storages of a step in which some units are selected, with the times for which they are alive.
+
+    Times are in fine ticks: each tick of the recording is divided into `fine` of them, so that a recompute fits into
+    one tick.
+    """
 
     def __init__(self, graph: StepGraph, options: Options, selected: Collection[int]) -> None:
         self._graph = graph
-        self.fine = graph.ticks + 2
-        """Number of fine ticks into which a tick of the recording is divided, so that a recompute fits into one."""
+        self.fine = 2 * (graph.ticks + len(graph.storages)) + 2
+        self.storages = list(graph.storages)
+        """Storages of the recording, and after them those that only recomputes need."""
+        self.spans: list[_Spans] = [[(a * self.fine, b * self.fine) for a, b in s.lives] for s in graph.storages]
+        """The ranges of fine ticks in which each of `storages` is alive."""
+        self.products: list[int] = []
+        """When recomputes multiply matrices."""
+        self._made_again: dict[tuple[int, int], int] = {}
+        """When a recompute makes a storage that is alive after it, by the storage and the tick after the recompute."""
         self._reruns: dict[int, list[Rerun]] = {}
         for call, of_call in options.items():
             if reruns := [option.rerun for option in of_call if option.unit in selected]:
                 self._reruns[call] = reruns
-        self._saves: dict[int, list[Save]] = defaultdict(list)
-        """The saves in each call that is recomputed or offloaded."""
-        for save in graph.saves:
-            for call in graph.enclosing(save.call):
-                if call in self._reruns:
-                    self._saves[call].append(save)
         made = (index for index, storage in enumerate(graph.storages) if storage.lives and storage.op is not None)
         self._births = sorted((graph.storages[index].lives[0][0], index) for index in made)
+        self._recompute()
+        self._hold()
+        self.spans = [merged_spans([span for span in of_one if span[0] < span[1]]) for of_one in self.spans]
 
-    def spans(self) -> tuple[list[_Spans], list[Storage]]:
-        """Returns the ranges of fine ticks in which each storage is alive, and the storages that only recomputes make.
+    def _recompute(self) -> None:
+        """Adds what the recomputes make."""
+        saves: dict[int, list[Save]] = defaultdict(list)  # by call
+        for save in self._graph.saves:
+            for call in self._graph.enclosing(save.call):
+                if call in self._reruns:
+                    saves[call].append(save)
+        memory = ReplayMemory(self._graph, [storage.size_bytes for storage in self._graph.storages])
+        for call, reruns in self._reruns.items():
+            for rerun in reruns:
+                for at, _ in rerun.peaks:
+                    for storage in rerun.copied:
+                        self.spans[storage].append((at * self.fine + 1, (at + 1) * self.fine))
+                    if self._graph.calls[call].segment is None:
+                        self._run_again(call, saves[call], rerun, at)
+                for replay in rerun.replays:
+                    self._replay(replay, memory.blocks(replay))
 
-        The lives of these storages are in fine ticks, too.
-        """
-        graph, fine = self._graph, self.fine
-        made_again: dict[tuple[int, int], int] = {}
-        temporary = [storage for call in self._reruns for storage in self._recomputed(call, made_again)]
-        spans: list[_Spans] = [[(start * fine, stop * fine) for start, stop in s.lives] for s in graph.storages]
+    def _run_again(self, call: int, saves: list[Save], rerun: Rerun, at: int) -> None:
+        """Adds what a module's call makes if it runs again at a tick, up to its last save."""
+        graph, begin, end = self._graph, self._graph.calls[call].start, self._graph.calls[call].end
+        saved = {save.storage: save for save in saves}
+        last = max((save.pack for save in saves), default=begin)
+        first, after = (bisect_right(self._births, (tick, math.inf)) for tick in (begin, last))
+        kept_ops = {graph.storages[index].op for index in rerun.kept}
+        for birth, index in self._births[first:after]:
+            start, death = at * self.fine + 1 + birth - begin, graph.storages[index].lives[0][1]
+            # What the forward frees after the call, such as autocast's copies of weights, is freed first.
+            stop = start + max((death if death <= end else last) - birth, 1)
+            if index in rerun.kept:
+                self.spans[index].append((at * self.fine, stop))
+            if index in saved:
+                self._made_again[index, rerun.back(saved[index])] = start
+            elif graph.storages[index].op not in kept_ops:
+                self._add(index, start, stop)
+            if graph.storages[index].op not in kept_ops:
+                self._note_product(index, start)
+
+    def _replay(self, replay: SegmentReplay, blocks: Iterable[Block]) -> None:
+        """Adds what a replay of a segment makes."""
+        begin, end = replay.at * self.fine + 1, replay.at + 1
+        for block in blocks:
+            start = begin + block.start
+            self._note_product(block.storage, start)
+            if block.storage in replay.inputs:
+                stop = end * self.fine if block.stop is None else begin + block.stop
+                self.spans[block.storage].append((begin - 1, stop))
+            elif block.stop is None:
+                self._made_again[block.storage, end] = start
+            else:
+                self._add(block.storage, start, begin + block.stop)
+
+    def _add(self, index: int, start: int, stop: int) -> None:
+        """Adds a copy of a storage that only a recompute needs."""
+        self.storages.append(self._graph.storages[index])
+        self.spans.append([(start, stop)])
+
+    def _note_product(self, index: int, start: int) -> None:
+        op = self._graph.storages[index].op
+        if op is not None and self._graph.ops[op].name in GEMM_OPS:
+            self.products.append(start)
+
+    def _hold(self) -> None:
+        """Adds for how long the storages of the recording are held: by autograd, and because of selected units."""
+        graph = self._graph
         for save in graph.saves:
             if save.storage is None:
                 continue
@@ -128,47 +195,15 @@ class _Selected:
             start = max([save.pack, *backs])
             read = release if save.unpack is None or not reruns else min(save.unpack, release)
             stop = read if any(rerun.gives_away(save.storage) for rerun in reruns) else release
-            if stop > start:
-                spans[save.storage].append((made_again.get((save.storage, start), start * fine), stop * fine))
-        for reruns in self._reruns.values():
-            for rerun in reruns:
-                for storage, start, stop in rerun.holds:
-                    spans[storage].append((start * fine, stop * fine))
-        return [merged_spans([span for span in of_one if span[0] < span[1]]) for of_one in spans], temporary
+            if any(birth == stop + 1 for birth, _ in graph.storages[save.storage].lives):
+                stop += 1  # backward gets the tensor in this tick, and its recorded life begins in the next one
+            self._keep(save.storage, start, stop)
+        for rerun in itertools.chain.from_iterable(self._reruns.values()):
+            for hold in rerun.holds:
+                self._keep(*hold)
 
-    def _recomputed(self, call: int, made_again: dict[tuple[int, int], int]) -> Iterator[Storage]:
-        """Yields the storages that only the recomputes of a call need, with lives in fine ticks.
-
-        Args:
-            made_again: receives the fine tick at which a recompute makes a saved storage again, by the storage and the
-                tick at which the saved tensor is back.
-        """
-        graph, fine = self._graph, self.fine
-        begin, saved = graph.calls[call].start, {save.storage: save for save in self._saves[call]}
-        last = max((save.pack for save in self._saves[call]), default=begin)
-        for rerun in self._reruns[call]:
-            for at, peak_bytes in rerun.peaks:
-                first, end = (bisect_right(self._births, (tick, math.inf)) for tick in (begin, last))
-                made = [(birth, index) for birth, index in self._births[first:end] if index not in rerun.kept]
-                if graph.calls[call].segment is not None:
-                    for size in _parts([graph.storages[index].size_bytes for _, index in made], peak_bytes):
-                        lives = [(at * fine + 1, at * fine + 2)]
-                        yield Storage(size_bytes=size, lives=lives, category=Category.ACTIVATION, op=None)
-                    continue
-                for birth, index in made:
-                    again, storage = at * fine + 1 + birth - begin, graph.storages[index]
-                    if index in saved:
-                        made_again[index, rerun.back(saved[index])] = again
-                    else:
-                        alive_ticks = max(min(storage.lives[0][1], last) - birth, 1)
-                        yield dataclasses.replace(storage, lives=[(again, again + alive_ticks)])
-
-
-def _parts(sizes: Iterable[int], total: int) -> Iterator[int]:
-    """Yields sizes in their order while their sum is below the total, and then the rest of the total."""
-    for size in sizes:
-        if size >= total:
-            break
-        yield size
-        total -= size
-    yield total
+    def _keep(self, storage: int, start: int, stop: int) -> None:
+        """Adds that a storage is alive between two ticks of the recording, or since a recompute made it again."""
+        if start < stop:
+            first = self._made_again.get((storage, start), start * self.fine)
+            self.spans[storage].append((first, stop * self.fine))

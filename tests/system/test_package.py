@@ -48,7 +48,7 @@ def built(kind: str, source: pathlib.Path, target: pathlib.Path) -> pathlib.Path
     """Builds 'wheel' or 'sdist' from a folder, without the network."""
     code = f"import setuptools.build_meta as b; b.build_{kind}({str(target)!r})"
     run = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.returncode == 0, run.stderr
     (found,) = target.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return found
 
