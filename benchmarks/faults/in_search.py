@@ -791,7 +791,7 @@ FAULTS = (
         path="planner/recompute/selected_step.py",
         old="                self.spans[index].append((at * self.fine, stop))\n",
         new="                pass\n",
-        tests=("tests/recompute/test_selected_step.py::test_the_predicted_total_is_certified[kept convolutions]",),
+        tests=("tests/recompute/test_selected_step.py::test_a_recompute_takes_the_bytes_that_its_unit_promises",),
         why="the predicted slack of selective checkpointing is wrong",
     ),
     Fault(
@@ -799,7 +799,7 @@ FAULTS = (
         path="planner/recompute/selected_step.py",
         old="elif graph.storages[index].op not in kept_ops:",
         new="elif index not in rerun.kept:",
-        tests=("tests/recompute/test_selected_step.py::test_the_predicted_total_is_certified[kept convolutions]",),
+        tests=("tests/recompute/test_selected_step.py::test_a_recompute_takes_the_bytes_that_its_unit_promises",),
         why="a product that is kept seems to take its workspace a second time",
     ),
     Fault(
@@ -818,7 +818,7 @@ FAULTS = (
         path="planner/recompute/recompute_cost.py",
         old="is_kept & is_saved | is_scratch, 0, held)",
         new="is_kept & is_saved, 0, held)",
-        tests=("tests/recompute/test_selected_step.py::test_the_predicted_total_is_certified[kept convolutions]",),
+        tests=("tests/recompute/test_selected_step.py::test_a_recompute_takes_the_bytes_that_its_unit_promises",),
         why="the promise of a plan that keeps convolutions counts workspaces of convolutions that do not run",
     ),
     Fault(

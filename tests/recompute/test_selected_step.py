@@ -14,7 +14,7 @@ from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.allocation_stream import allocation_stream, last_round
 from planner.estimate.smallest_total import smallest_of
 from planner.plan_types.decisions import Accumulation, ChunkedLoss, Optimizer, Precision, StepInBackward
-from planner.recompute.selected_step import two_selected_steps
+from planner.recompute.selected_step import _Selected, two_selected_steps
 from planner.recording.step_graph import Category
 from planner.search.milp import Search
 from planner.workload.workload import Workload, workload
@@ -163,6 +163,27 @@ def keeps_convolutions(found, exact) -> tuple[int, ...]:
     """Selects a block that runs again except for its convolutions."""
     blocks = {unit.module: number for number, unit in enumerate(found.units) if len(unit.kept) > 1 and not unit.segment}
     return tuple(blocks[module] for module in ("up.0.2", "up.3.2"))
+
+
+def test_a_recompute_takes_the_bytes_that_its_unit_promises():
+    """Nothing is allocated for a convolution that is kept, and what is kept is freed after its last use."""
+    graph = with_workspaces(what_if(example("unet.py:build", 8), card=CARD), CARD, torch.__version__)
+    found, _ = units(graph)
+    saved, compared = {save.storage for save in graph.saves}, 0
+    for number in (number for number, unit in enumerate(found.units) if unit.kept and unit.segment is None):
+        step = _Selected(graph, found.options, (number,))
+        fine, storages = step.fine, step.storages
+        [rerun] = [option.rerun for of_call in found.options.values() for option in of_call if option.unit == number]
+        for at, peak_bytes in rerun.peaks:
+            changes = []
+            for index, start, stop in ((index, *span) for index, of_one in enumerate(step.spans) for span in of_one):
+                is_kept = index in rerun.kept and index not in saved and start <= at * fine < stop
+                if is_kept or at * fine < start < (at + 1) * fine:
+                    size_bytes = storages[index].size_bytes
+                    changes += [(max(start, at * fine), size_bytes), (stop, -size_bytes)]
+            assert peak_bytes == max(itertools.accumulate(change for _, change in sorted(changes)))
+            compared += 1
+    assert compared > 20
 
 
 CHUNKED = (Precision(dtype="fp16"), ChunkedLoss(module="lm_head.decoder", chunks=8), Optimizer(name="adamw8bit"))
