@@ -8,7 +8,7 @@ allocator would answer every request in the same way.
 A recording usually has two steps. The later steps of a training run repeat the last recorded step and may reserve more
 memory. A replay that repeats that step until nothing changes takes several times as long as a replay of the recording
 alone. So the bisection first replays only the recorded steps. The limit that it finds is then checked with repeated
-steps. If the step runs out of memory there, the bisection continues above that limit.
+steps. If the step runs out of memory there, larger limits are tried, and a bisection follows.
 
 The bisection assumes that a step that runs under one limit also runs under every larger limit. A caching allocator does
 not guarantee this, so an even smaller total may exist. The step runs in the returned total in any case.
@@ -26,6 +26,8 @@ from planner.plan_types.sizes import MIB
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
 
+_FIRST_STRIDE = 4
+"""The first step up from a limit that is too small is this multiple of the accuracy of the result."""
 _TOLERANCE_BYTES = 2 * MIB
 """A plan is not predicted to fail by this number of bytes or fewer, the size of a small segment of the allocator."""
 
@@ -172,7 +174,7 @@ class _Search:
                 _move_to_front(self._settings, settings)
         if step.has_repeated_steps and found < high:
             repeated_bytes = self._reserved_bytes(self._settings, found)
-            found = self._bisected(self._settings, found, high) if repeated_bytes is None else repeated_bytes
+            found = self._repeated(found, high) if repeated_bytes is None else repeated_bytes
         return found + step.card.outside_bytes
 
     def _reserved_without_limit(self) -> int:
@@ -182,6 +184,21 @@ class _Search:
             while self._reserved_bytes(self._settings[:1], high) is None:
                 high += max(high // 16, self._within_bytes)
         return high
+
+    def _repeated(self, low: int, high: int) -> int:
+        """Returns the limit under which the step runs with repeated steps, a little above one that is too small.
+
+        Steps up from the small limit come first, each twice as long as the one before it: the result is usually close
+        to the small limit, and a replay that runs out of memory ends early.
+        """
+        stride = _FIRST_STRIDE * self._within_bytes
+        while low + stride < high:
+            reserved_bytes = self._reserved_bytes(self._settings, low + stride)
+            if reserved_bytes is not None:
+                high = reserved_bytes
+                break
+            low, stride = low + stride, 2 * stride
+        return self._bisected(self._settings, low, high)
 
     def _bisected(self, possible: list[AllocatorSettings], low: int, high: int, *, repeats: bool = True) -> int:
         """Returns the limit that is found by bisection, between one that is too small and one that is large enough."""

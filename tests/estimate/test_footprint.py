@@ -221,6 +221,22 @@ def test_two_recorded_steps_count_what_later_steps_reserve(monkeypatch):
     assert runs_within(graphs[2], card, totals[0]) and not runs_within(graphs[2], card, totals[2])
 
 
+@pytest.mark.slow
+def test_limits_for_repeated_steps_are_tried_from_below(monkeypatch):
+    """Replays that fit repeat the steps many times, and take longer than replays that run out of memory early."""
+    graph, limits = steps_of(layers_of_similar_widths(), 2), []
+
+    def replay(step, capacity_bytes, settings, *, repeats=True, **options):
+        if repeats and capacity_bytes is not None:
+            limits.append(capacity_bytes)
+        return whole(step, capacity_bytes, settings, repeats=repeats, **options)
+
+    whole = footprint.AllocatingStep.replay
+    monkeypatch.setattr(footprint.AllocatingStep, "replay", replay)
+    total_bytes = smallest_total_bytes(graph, CARD)
+    assert limits[0] < limits[1] <= limits[0] + 4 * MIB < total_bytes - CARD.outside_bytes
+
+
 def test_a_step_that_leaves_more_than_the_one_before_it_does_not_repeat():
     graph = steps_of(linear_layers(), 2)
     assert last_round(graph, allocation_stream(graph)) is not None
