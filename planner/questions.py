@@ -92,7 +92,7 @@ def largest_batch(
                 build(samples), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch
             )
     except TimeLimitError as error:
-        known = needs.largest_known()
+        known = max(needs.sizes_that_fit(), default=None)
         if watch is None or known is None:
             raise
         raise TimeLimitError(
@@ -110,7 +110,7 @@ def _largest_batch(needs: _Needs) -> tuple[int, int]:
             needs.total_bytes,
             limit_bytes=needs.usable_bytes,
             least=needs.least,
-            first=_FIRST_SAMPLES,
+            first=(_FIRST_SAMPLES, *needs.sizes_that_fit()),
             most=_MOST_SAMPLES,
         )
         # `too_many` may be known to be too large for one set of decisions only. Search at this size, too: if a plan
@@ -216,10 +216,9 @@ class _Needs:
         total_bytes = approximate_smallest_of(graph, card, choice.with_each_allocator, vram_bytes=usable_bytes)
         return _MemoryBound(total_bytes=total_bytes, choice=choice, is_searched=False)
 
-    def largest_known(self) -> int | None:
-        """Largest batch size that is known to fit; None if none is known."""
-        sizes = (samples for samples in self._bounds if self.total_bytes(samples) <= self.usable_bytes)
-        return max(sizes, default=None)
+    def sizes_that_fit(self) -> list[int]:
+        """Batch sizes that are known to fit."""
+        return [samples for samples in self._bounds if self.total_bytes(samples) <= self.usable_bytes]
 
     def _least(self) -> int:
         """Smallest batch size: 1, or 2 for a model that refuses a single sample."""

@@ -269,6 +269,16 @@ FAULTS = (
         why="the search for the largest batch takes minutes if many batch sizes reserve the same memory",
     ),
     Fault(
+        name="largest-batch-forgets-plans",
+        path="planner/questions.py",
+        old="first=(_FIRST_SAMPLES, *needs.sizes_that_fit()),",
+        new="first=(_FIRST_SAMPLES,),",
+        tests=(
+            "tests/cli/test_questions.py::test_the_search_goes_on_from_the_largest_batch_for_which_a_plan_was_found",
+        ),
+        why="the largest batch takes longer, and may be smaller than one for which a plan was found",
+    ),
+    Fault(
         name="largest-batch-one-more",
         path="planner/search/largest_within.py",
         old="        if high - low <= max(1, low // _EXACT_TO):\n            return low, high",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 _EXACT_TO = 64
 """The answer is exact below twice this number of samples. Above it, the relative error is at most 1/64."""
 
 
 def largest_within(
-    smallest_budget_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, first: int, most: int
+    smallest_budget_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, first: Iterable[int], most: int
 ) -> tuple[int, int]:
     """Finds the largest number of samples whose smallest budget is within a limit.
 
@@ -23,7 +23,7 @@ def largest_within(
             is right only if a larger number never needs fewer bytes.
         limit_bytes: the limit.
         least: the smallest number to try.
-        first: a number to try at the beginning.
+        first: other numbers to try at the beginning, at least one.
         most: the largest number to try.
 
     Returns:
@@ -31,7 +31,7 @@ def largest_within(
         most 1/64 above. The result is (least - 1, least) if no number is within the limit, and (most, most + 1) if all
         are.
     """
-    known = {number: smallest_budget_bytes(number) for number in (least, first)}
+    known = {number: smallest_budget_bytes(number) for number in (least, *first)}
     sides: list[bool] = []
     while True:
         low = max((number for number, need in known.items() if need <= limit_bytes), default=least - 1)
@@ -40,6 +40,8 @@ def largest_within(
         if high - low <= max(1, low // _EXACT_TO):
             return low, high
         nearest, second = sorted(known, key=lambda number: abs(known[number] - limit_bytes))[:2]
+        if high > most and (known[nearest] - known[second]) * (nearest - second) <= 0:  # too near to each other
+            nearest, second = max(known), min(known)
         slope = (known[nearest] - known[second]) / (nearest - second)
         if slope <= 0 or (len(sides) > 1 and sides[-1] == sides[-2] and high <= most):
             guess = (low + high) // 2 if high <= most else 2 * low  # allocator segments make steps

@@ -15,6 +15,7 @@ from planner.cli import main
 from planner.errors import DecisionError
 from planner.plan_types.plan import Plan
 from planner.plan_types.techniques import KINDS
+from planner.questions import _largest_batch
 from planner.search.largest_within import largest_within
 from planner.workload import cards
 from planner.workload.loading import load_workload
@@ -151,7 +152,7 @@ def test_the_largest_number_within_a_limit_is_found_in_few_questions(sample_byte
         asked.append(number)
         return 500 + sample_bytes * number + number // 9  # nearly affine
 
-    low, high = largest_within(needed, limit_bytes=limit_bytes, first=64, most=1 << 12)
+    low, high = largest_within(needed, limit_bytes=limit_bytes, first=[64], most=1 << 12)
     assert high - low <= max(1, low // 64)
     assert low == 0 or needed(low) <= limit_bytes
     assert high == (1 << 12) + 1 or needed(high) > limit_bytes
@@ -161,7 +162,7 @@ def test_the_largest_number_within_a_limit_is_found_in_few_questions(sample_byte
 def test_below_64_samples_not_one_more_would_fit_however_the_bytes_grow():
     for largest in range(64):
         for needed in (lambda number: number**2, lambda number: number**3, lambda number: -(-number // 5)):
-            low, high = largest_within(needed, limit_bytes=needed(largest), first=16, most=1 << 10)
+            low, high = largest_within(needed, limit_bytes=needed(largest), first=[16], most=1 << 10)
             assert high == low + 1 and needed(low) <= needed(largest) < needed(high)
 
 
@@ -173,9 +174,39 @@ def test_steps_of_an_allocator_do_not_send_the_question_to_the_largest_number(li
         asked.append(number)
         return 10_240 * -(-number // 40)  # whole segments
 
-    low, high = largest_within(needed, limit_bytes=limit_bytes, first=64, most=1 << 20)
+    low, high = largest_within(needed, limit_bytes=limit_bytes, first=[64], most=1 << 20)
     assert (low, high) == (40 * (limit_bytes // 10_240), 40 * (limit_bytes // 10_240) + 1) or high - low <= low // 64
     assert max(asked) <= 4 * max(high, 64)
+
+
+class PlansFitAbove:
+    """Known decisions need 10 bytes a sample, and those of a plan that fits need less, but not in proportion."""
+
+    least, usable_bytes = 1, 6705
+
+    def __init__(self) -> None:
+        self.rehearsed: set[int] = set()
+        self.fitting: set[int] = set()
+
+    def total_bytes(self, samples: int) -> int:
+        self.rehearsed.add(samples)
+        return 6700 if samples in self.fitting else samples * (995 if self.fitting else 1000) // 100
+
+    def plan(self, samples: int) -> str | None:
+        if samples <= 700:
+            self.fitting.add(samples)
+            return "a plan"
+        return None
+
+    def sizes_that_fit(self) -> list[int]:
+        return [samples for samples in self.rehearsed if self.total_bytes(samples) <= self.usable_bytes]
+
+
+def test_the_search_goes_on_from_the_largest_batch_for_which_a_plan_was_found():
+    needs = PlansFitAbove()
+    samples, too_many = _largest_batch(needs)
+    assert samples == max(needs.fitting) <= 700 < too_many <= samples + 1 + samples // 64
+    assert len(needs.fitting) < 5
 
 
 def test_numbers_that_all_need_the_same_are_not_searched_one_by_one():
@@ -187,14 +218,14 @@ def test_numbers_that_all_need_the_same_are_not_searched_one_by_one():
             return 999
         return 900 if number <= 6246 else 2000
 
-    low, high = largest_within(needed, limit_bytes=1000, first=64, most=1 << 20)
+    low, high = largest_within(needed, limit_bytes=1000, first=[64], most=1 << 20)
     assert low <= 6246 < high <= low + low // 64
     assert len(asked) < 32
 
 
 def test_a_single_number_that_needs_more_than_others_does_not_hide_them():
     needs = {1: 10, **dict.fromkeys(range(2, 90), 5), **dict.fromkeys(range(90, 100), 10)}
-    low, high = largest_within(needs.__getitem__, limit_bytes=7, first=64, most=99)
+    low, high = largest_within(needs.__getitem__, limit_bytes=7, first=[64], most=99)
     assert (low, high) == (89, 90)
 
 
