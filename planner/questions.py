@@ -99,7 +99,7 @@ def largest_batch(
             f"planning ended {watch.cause}, before the largest batch was known: {_fitting(known)}, and more may; "
             f"plan with --batch-size {known}, or give more time (--time-limit)"
         ) from error
-    more = f"{too_many:,} do not" if too_many <= _MOST_SAMPLES else "more were not tried"
+    more = f"no plan was found for {too_many:,}" if too_many <= _MOST_SAMPLES else "more were not tried"
     return _noted(plan, f"largest batch without accumulation: {_fitting(samples)}, {more}")
 
 
@@ -174,18 +174,19 @@ class _Needs:
         if samples not in self._bounds:
             far = _FAR * max(size for size, bound in self._bounds.items() if bound.is_searched)
             try:
-                found = self._search(samples) if samples > far else self._rehearsed(samples)
+                found = None if samples > far else self._rehearsed(samples)
             except StepError:
-                found = self._search(samples)  # this size may need other decisions, or be refused with any
-            self._bounds[samples] = found
+                found = None  # this size may need other decisions, or the model refuses it
+            self._bounds[samples] = found or self._search(samples)
         plan, total_bytes = self._plans.get(samples), self._bounds[samples].total_bytes
         return total_bytes if plan is None else min(total_bytes, plan.peak.total_bytes)
 
     def plan(self, samples: int) -> Plan | None:
         """Returns the fastest plan that the search finds for a batch of `samples`.
 
-        If the search finds none, but known decisions fit, returns a plan with these decisions. None if neither fits. If
-        a plan fits although the known decisions do not, the smallest configuration is searched for again.
+        If the search finds none, a plan with decisions that are known to fit is certified and returned. The result is
+        None if there is neither. If a plan fits although the known decisions do not, the smallest configuration is
+        searched for again.
         """
         if samples not in self._plans:
             fits = self.total_bytes(samples) <= self.usable_bytes
@@ -292,8 +293,9 @@ def plan_that_fits(
     Unlike `plan_workload`, this function does not search for the smallest plan if nothing fits.
 
     Args:
-        known: decisions with which the step fits by a rehearsal; None if no such decisions are known. If the search
-            finds no plan, a plan with these decisions is certified, and returned if it fits and is not too slow.
+        known: decisions with which a rehearsal has shown that the step fits; None if no such decisions are known. If
+            the search finds no plan, a plan with these decisions is certified, and returned if it fits and is not too
+            slow.
     """
     began = time.perf_counter()
     budget = Budget.on(card, vram_bytes, margin=constraints.margin)
@@ -309,8 +311,6 @@ def plan_that_fits(
         if certified is None and known is not None:
             certified = _certified_known(session, space, constraints, known)
             notes = (_NOT_FOUND, *notes)
-            if not (certified.measured.fits and session.quick_enough(certified, constraints)):
-                return None
         if certified is None:
             return None
         return assemble_plan(session, certified, constraints, budget, notes=notes, is_early=bool(early), began=began)
@@ -318,14 +318,16 @@ def plan_that_fits(
 
 def _certified_known(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, known: Choice
-) -> Certified:
-    """Return a plan with known decisions, which were not searched for. Whether it fits is in `measured.fits`.
+) -> Certified | None:
+    """Return a plan with known decisions, which were not searched for; None if it does not fit or is too slow.
 
     Its gap is the fraction of its step time by which the fastest plan that promises to fit is faster; 1 if no plan
     promises to fit.
     """
     slower = session.with_slower_algorithms()
     plan = slower.certify(known)
+    if not (plan.measured.fits and session.quick_enough(plan, constraints)):
+        return None
     fastest = slower.chooser(space, constraints).fastest(slower.budget.allocator_bytes)
     if fastest is None:
         return plan.with_measured_promise(gap=1.0)

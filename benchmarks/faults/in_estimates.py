@@ -214,28 +214,30 @@ FAULTS = (
         why="the smallest budget of a plan lacks the allocator's slack",
     ),
     Fault(
-        name="estimate-rough-total-above-the-budget",
+        name="approximate-total-above-the-budget",
         path="planner/estimate/smallest_total.py",
         old="    return search.smallest_total_bytes(0, reserved_bytes)\n",
         new="    return search.smallest_total_bytes(0)\n",
         tests=(
             "tests/estimate/test_footprint.py"
-            "::test_a_rough_total_is_within_a_budget_that_is_a_little_larger_than_the_smallest_total",
+            "::test_an_approximate_total_is_within_a_budget_that_is_a_little_larger_than_the_smallest_total",
         ),
         why="a batch that fits is searched for as if it did not fit",
     ),
     Fault(
-        name="estimate-rough-total-below-the-smallest-one",
+        name="approximate-total-below-the-smallest-one",
         path="planner/estimate/smallest_total.py",
-        old="        return search.smallest_total_bytes(vram_bytes if card.allocator else 0)\n",
+        old="        return search.smallest_total_bytes(vram_bytes)\n",
         new="        return vram_bytes\n",
-        tests=("tests/estimate/test_footprint.py::test_a_rough_total_is_within_a_budget_if_the_step_runs_in_it",),
+        tests=(
+            "tests/estimate/test_footprint.py::test_an_approximate_total_is_within_a_budget_if_the_step_runs_in_it",
+        ),
         why="a batch that does not fit is taken for one that fits",
     ),
     Fault(
         name="repeated-steps-are-bisected-from-above",
         path="planner/estimate/smallest_total.py",
-        old="        while low + stride < high:\n",
+        old="        while low + increment < high:\n",
         new="        while False:\n",
         tests=("tests/estimate/test_footprint.py::test_limits_for_repeated_steps_are_tried_from_below",),
         why="a search that predicts what plans lack takes seconds longer, because replays that fit take the longest",

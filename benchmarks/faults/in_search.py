@@ -766,7 +766,7 @@ FAULTS = (
         name="predicted-slack-without-order-in-a-replay",
         path="planner/recompute/selected_step.py",
         old="begin + block.stop)",
-        new="end * self.fine)",
+        new="after * self.fine)",
         tests=("tests/recompute/test_selected_step.py::test_the_predicted_total_is_certified[segments]",),
         why="plans with segments are predicted to fail although they fit",
     ),
@@ -816,7 +816,7 @@ FAULTS = (
     Fault(
         name="scratch-of-kept-outputs-is-promised",
         path="planner/recompute/recompute_cost.py",
-        old="is_kept & is_saved | is_scratch, 0, held)",
+        old="(is_kept & is_saved) | is_scratch, 0, held)",
         new="is_kept & is_saved, 0, held)",
         tests=("tests/recompute/test_selected_step.py::test_a_recompute_takes_the_bytes_that_its_unit_promises",),
         why="the promise of a plan that keeps convolutions counts workspaces of convolutions that do not run",
@@ -905,8 +905,8 @@ FAULTS = (
     Fault(
         name="head-start-predicts-less",
         path="planner/choose/fitting.py",
-        old="    predictions = _PREDICTIONS * _ATTEMPTS\n",
-        new="    predictions = _PREDICTIONS\n",
+        old="_PREDICTIONS * _ATTEMPTS}",
+        new="_PREDICTIONS}",
         tests=(
             "tests/choose/test_budget_search.py"
             "::test_the_head_start_passes_over_as_many_predicted_failures_as_a_search",

@@ -77,7 +77,8 @@ class Choice:
 def given_choice(decisions: Config) -> Choice:
     """Returns a choice with the given decisions, without those that shard the model.
 
-    Its promised peak and step time are 0. `Certified.with_measured_promise` replaces them after it is certified.
+    Its promised peak and step time are 0. After the choice is certified, call `Certified.with_measured_promise` to
+    replace them.
     """
     return Choice(
         decisions=without_roles(decisions, Role.SHARDING),
@@ -108,6 +109,9 @@ class Certified:
         """Returns the plan with its certified peak in bytes and its step time in nanoseconds as its promise.
 
         Use it for plans whose decisions were given, not searched for.
+
+        Args:
+            gap: maximum fraction of the step time by which another plan may be faster.
         """
         peak_bytes, step_ns = self.measured.curve_bytes, self.measured.footprint.step_ns
         promised = dataclasses.replace(

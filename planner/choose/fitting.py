@@ -277,8 +277,8 @@ def _search_once(
     def missing_bytes_of(choice: Choice) -> int:
         return session.missing_bytes(tried[choice])
 
-    number = attempts, _PREDICTIONS * attempts
-    choice = _searched(session, chooser, budget_bytes, *number, certify_fits, missing_bytes_of)
+    limits = {"attempts": attempts, "predictions": _PREDICTIONS * attempts}
+    choice = _searched(session, chooser, budget_bytes, certify_fits, missing_bytes_of, **limits)
     return None if choice is None else tried[choice], tuple(tried.values())
 
 
@@ -286,11 +286,11 @@ def _searched(
     session: PlanningSession,
     chooser: Chooser,
     budget_bytes: int,
-    attempts: int,
-    predictions: int,
     certify_fits: Callable[[Choice], bool],
     missing_bytes_of: Callable[[Choice], int],
+    **limits: int,
 ) -> Choice | None:
+    """Returns the fastest plan that was found to fit. Its limits are `attempts` and `predictions` of `search`."""
     return search(
         lambda budget_of, below_ns: chooser.fastest(budget_of, below_ns=below_ns),
         certify_fits,
@@ -298,9 +298,8 @@ def _searched(
         session.predicted_missing_bytes,
         budgets=PromiseBudgets(budget_bytes, finest_bytes=session.budget.tensor_bytes // _FINEST_STEP, tie=TIE),
         tie=TIE,
-        attempts=attempts,
-        predictions=predictions,
         hopeless=_HOPELESS,
+        **limits,
     )
 
 
@@ -310,8 +309,8 @@ def first_to_certify(session: PlanningSession, space: SearchSpace, constraints: 
     if chooser.fastest(budget_bytes) is None:
         return None
     # Every plan that would be certified counts as one that fits, so that the search returns the first one.
-    predictions = _PREDICTIONS * _ATTEMPTS
-    return _searched(session, chooser, budget_bytes, 1, predictions, lambda choice: True, lambda choice: 1)
+    limits = {"attempts": 1, "predictions": _PREDICTIONS * _ATTEMPTS}
+    return _searched(session, chooser, budget_bytes, lambda choice: True, lambda choice: 1, **limits)
 
 
 def smallest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified:

@@ -361,7 +361,10 @@ class PlanningSession:
         return smallest_of(certified.graph, self.card, certified.choice.with_each_allocator, fastest=self._only_fastest)
 
     def missing_bytes(self, certified: Certified) -> int:
-        """Returns how many bytes a certified plan lacks that does not fit: at least 1, and approximate."""
+        """Returns the number of bytes that a certified plan lacks to fit the budget, at least 1.
+
+        The plan must not fit. The result may be too large (`smallest_total.missing_bytes`).
+        """
         step = AllocatingStep(certified.graph, self.card, fastest=self._only_fastest)
         return missing_bytes(step, self.budget.usable_bytes, certified.choice.with_each_allocator)
 

@@ -83,8 +83,8 @@ def _births(graph: StepGraph) -> list[list[int]]:
 def _scratch(graph: StepGraph, births: list[list[int]], card: DeviceProfile, torch_version: str) -> Iterator[Storage]:
     """Yields the scratch memory of the ops for which a formula is registered.
 
-    What convolutions take is asked for all of them at once. A block after all outputs lives for one tick. Another block
-    lives until the tick of the output that follows it.
+    The workspaces of all convolutions are looked up together. A block after all outputs lives for one tick. Another
+    block lives until the tick of the output that follows it.
     """
     _known_convolutions(graph.ops, card, torch_version)
     for index, op in enumerate(graph.ops):
@@ -204,8 +204,8 @@ def _first_products(graph: StepGraph) -> Iterator[int]:
 def allocated_in_first_step(graph: StepGraph) -> dict[int, tuple[int, bool]]:
     """Returns when a first step would allocate the cuBLAS workspaces.
 
-    `graph` is a `primed` recording, as `with_workspaces` returns it. The keys are indices of its storages. A value has
-    the tick of the first matrix product of a thread, and True if it is autograd's thread. In `graph` itself, the
+    `graph` is a `primed` recording, as `with_workspaces` returns it. The keys are indices of its storages. The
+    values are (tick of the first matrix product of a thread, True for autograd's thread). In `graph` itself, the
     workspaces are alive from the beginning. Workspaces of cublasLt, which come after them in the recording, are left
     out.
     """

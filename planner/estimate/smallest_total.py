@@ -1,14 +1,16 @@
 """Finds the smallest total memory in which a recorded step runs, by replays of its allocations under several limits.
 
-When the allocator reaches its limit, it frees cached segments, so a step can run in fewer bytes than it reserves
-without a limit. The smallest limit is found by bisection. If a replay fits, the upper end of the interval becomes the
-peak of the bytes that it reserved. This may be well below the tried limit, but with this peak as its limit the
-allocator would answer every request in the same way.
+The total is the limit of the allocator plus the memory of the CUDA context and of NCCL. When the allocator reaches its
+limit, it frees cached segments, so a step can run in fewer bytes than it reserves without a limit. The smallest limit
+is found by bisection. If a replay fits, the upper end of the interval becomes the peak of the bytes that it reserved.
+This may be well below the tried limit, but with this peak as its limit the allocator would answer every request in the
+same way.
 
-A recording usually has two steps. The later steps of a training run repeat the last recorded step and may reserve more
-memory. A replay that repeats that step until nothing changes takes several times as long as a replay of the recording
-alone. So the bisection first replays only the recorded steps. The limit that it finds is then checked with repeated
-steps. If the step runs out of memory there, larger limits are tried, and a bisection follows.
+A recording usually has two steps. The later steps of a training run repeat the last recorded step, and may reserve more
+memory than the recorded steps. A replay that repeats that step until nothing changes takes several times as long as a
+replay of the recording alone. So the bisection first replays only the recorded steps. The limit that it finds is then
+checked with repeated steps. If they run out of memory under this limit, larger limits are tried, and a bisection
+follows.
 
 The bisection assumes that a step that runs under one limit also runs under every larger limit. A caching allocator does
 not guarantee this, so an even smaller total may exist. The step runs in the returned total in any case.
@@ -26,8 +28,8 @@ from planner.plan_types.sizes import MIB
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
 
-_FIRST_STRIDE = 4
-"""The first step up from a limit that is too small is this multiple of the accuracy of the result."""
+_FIRST_INCREMENT = 4
+"""The first increment of a limit that is too small, as a multiple of the accuracy of the result."""
 _TOLERANCE_BYTES = 2 * MIB
 """A plan is not predicted to fail by this number of bytes or fewer, the size of a small segment of the allocator."""
 
@@ -39,7 +41,6 @@ def smallest_total_bytes(
     *,
     within_bytes: int = MIB,
     fastest: bool = False,
-    above_bytes: int = 0,
     below_bytes: int | None = None,
 ) -> int:
     """Returns a total in bytes in which the step runs, at most `within_bytes` above the smallest such total.
@@ -48,14 +49,13 @@ def smallest_total_bytes(
         graph: a recording to which workspaces have been added (`with_workspaces`).
         decisions: the decisions of the step, which may set options of the allocator.
         fastest: True if each convolution must run its first algorithm. Otherwise it takes the one that fits.
-        above_bytes: a total in which the step is known not to run; 0 if none is known.
         below_bytes: a known total, which is returned unless the step runs in a total that is smaller by `within_bytes`.
     """
     search = _Search(AllocatingStep(graph, card, fastest=fastest), [tuple(decisions)], within_bytes)
     if below_bytes is None or not card.allocator:
-        return search.smallest_total_bytes(above_bytes)
+        return search.smallest_total_bytes()
     reserved_bytes = search.reserved_bytes(below_bytes - within_bytes)
-    return below_bytes if reserved_bytes is None else search.smallest_total_bytes(above_bytes, reserved_bytes)
+    return below_bytes if reserved_bytes is None else search.smallest_total_bytes(0, reserved_bytes)
 
 
 def smallest_of(
@@ -64,7 +64,6 @@ def smallest_of(
     alternatives: Iterable[tuple[Decision, ...]],
     *,
     fastest: bool = False,
-    above_bytes: int = 0,
     within_bytes: int = MIB,
 ) -> int:
     """Returns the smallest total in bytes in which the step runs with any of the alternatives for its decisions.
@@ -78,7 +77,7 @@ def smallest_of(
     if not possible:
         raise ValueError("there is no alternative: give at least one, which may have no decision")
     step = AllocatingStep(graph, card, fastest=fastest)
-    return _Search(step, possible, within_bytes).smallest_total_bytes(above_bytes)
+    return _Search(step, possible, within_bytes).smallest_total_bytes()
 
 
 def predicted_missing_bytes(
@@ -88,9 +87,9 @@ def predicted_missing_bytes(
     alternatives: Sequence[tuple[Decision, ...]],
     fastest: bool,
 ) -> int:
-    """Returns how many bytes a step lacks by a prediction; 0 if it lacks at most `_TOLERANCE_BYTES`.
+    """Returns the number of bytes that a step lacks by a prediction; 0 if it lacks at most 2 MiB.
 
-    The result may be too large, as that of `missing_bytes`.
+    Like the result of `missing_bytes`, it may be too large.
 
     Args:
         graph: the predicted allocations (`planner.recompute.selected_step`).
@@ -104,11 +103,12 @@ def predicted_missing_bytes(
 
 
 def missing_bytes(step: AllocatingStep, vram_bytes: int, alternatives: Sequence[tuple[Decision, ...]]) -> int:
-    """Returns how many bytes a step lacks that does not run within a budget: at least 1.
+    """Returns the number of bytes that a step lacks to run within a budget, at least 1.
 
-    The result may be too large, by at most `_error_bytes`.
+    The result may be too large by 1/1024 of the budget, or by 1 MiB for a budget below 1 GiB.
 
     Args:
+        step: a step that does not run within the budget.
         vram_bytes: the budget in bytes, in which the step does not run.
         alternatives: as in `smallest_of`.
     """
@@ -119,9 +119,10 @@ def missing_bytes(step: AllocatingStep, vram_bytes: int, alternatives: Sequence[
 def approximate_smallest_of(
     graph: StepGraph, card: DeviceProfile, alternatives: Sequence[tuple[Decision, ...]], *, vram_bytes: int
 ) -> int:
-    """Returns a total in bytes in which a step runs, at most `_error_bytes` above the smallest such total.
+    """Returns a total in bytes in which a step runs, at most 1/1024 of the budget (or 1 MiB) above the smallest one.
 
-    If the step runs within a budget, the result is at most the budget.
+    If the step runs within the budget, the result does not exceed the budget. A convolution runs a slower algorithm if
+    the workspace of its first one does not fit.
 
     Args:
         vram_bytes: the budget in bytes.
@@ -130,7 +131,7 @@ def approximate_smallest_of(
     search = _Search(AllocatingStep(graph, card), alternatives, _error_bytes(vram_bytes))
     reserved_bytes = search.reserved_bytes(vram_bytes) if card.allocator else None
     if reserved_bytes is None:
-        return search.smallest_total_bytes(vram_bytes if card.allocator else 0)
+        return search.smallest_total_bytes(vram_bytes)
     return search.smallest_total_bytes(0, reserved_bytes)
 
 
@@ -152,13 +153,13 @@ class _Search:
         """Returns how many bytes the allocator reserves within a total; None if the step does not run."""
         return self._reserved_bytes(self._settings, total_bytes - self._step.card.outside_bytes)
 
-    def smallest_total_bytes(self, above_bytes: int, reserved_bytes: int | None = None) -> int:
+    def smallest_total_bytes(self, above_bytes: int = 0, reserved_bytes: int | None = None) -> int:
         """Returns the smallest total in bytes.
 
         Args:
             above_bytes: a total in which the step is known not to run; 0 if none is known.
-            reserved_bytes: peak of the reserved bytes in a replay that ran, without the CUDA context and NCCL's memory;
-                None if there is none.
+            reserved_bytes: peak of the bytes reserved in a replay that did not run out of memory, without the CUDA
+                context and NCCL's memory; None if no such replay is known.
         """
         step, within_bytes = self._step, self._within_bytes
         if not step.card.allocator:
@@ -168,6 +169,8 @@ class _Search:
         first, *others = self._settings
         found = self._bisected([first], low, high, repeats=False)
         for settings in others:  # bisected only if the step runs with it in less
+            if found - within_bytes <= low:
+                break
             less_bytes = self._reserved_bytes([settings], found - within_bytes, repeats=False)
             if less_bytes is not None:
                 found = self._bisected([settings], low, less_bytes, repeats=False)
@@ -186,18 +189,22 @@ class _Search:
         return high
 
     def _repeated(self, low: int, high: int) -> int:
-        """Returns the limit under which the step runs with repeated steps, a little above one that is too small.
+        """Returns a limit under which the repeated steps run, at most `within_bytes` above one that is too small.
 
-        Steps up from the small limit come first, each twice as long as the one before it: the result is usually close
-        to the small limit, and a replay that runs out of memory ends early.
+        The limit is first raised from `low`, each time by twice the increment before: the result is usually close to
+        `low`, and a replay that runs out of memory ends early.
+
+        Args:
+            low: a limit that is too small.
+            high: a limit that is large enough.
         """
-        stride = _FIRST_STRIDE * self._within_bytes
-        while low + stride < high:
-            reserved_bytes = self._reserved_bytes(self._settings, low + stride)
+        increment = _FIRST_INCREMENT * self._within_bytes
+        while low + increment < high:
+            reserved_bytes = self._reserved_bytes(self._settings, low + increment)
             if reserved_bytes is not None:
                 high = reserved_bytes
                 break
-            low, stride = low + stride, 2 * stride
+            low, increment = low + increment, 2 * increment
         return self._bisected(self._settings, low, high)
 
     def _bisected(self, possible: list[AllocatorSettings], low: int, high: int, *, repeats: bool = True) -> int:

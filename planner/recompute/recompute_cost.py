@@ -110,8 +110,9 @@ class Reruns:
             numbers = self._order[inside].tolist()
             is_kept = np.array([storage in kept.storages for storage in numbers])
             is_saved = np.array([storage in self._saved for storage in numbers])
+            # Workspaces of kept products are not allocated, because these products do not run again.
             is_scratch = ~is_kept & np.array([graph.storages[storage].op in kept.ops for storage in numbers])
-            born, held = np.where(is_kept, call.start, born), np.where(is_kept & is_saved | is_scratch, 0, held)
+            born, held = np.where(is_kept, call.start, born), np.where((is_kept & is_saved) | is_scratch, 0, held)
         forward_ns = int(self._elapsed[last_op] - self._elapsed[first_op])
         highest_bytes = _highest(born, np.minimum(self._deaths[inside], window.last_pack), held)
         backs = (window.back, *([window.again] if window.is_read_twice else []))

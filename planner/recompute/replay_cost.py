@@ -178,7 +178,7 @@ class Replays:
 
     def ns_of(self, ops: Sequence[int]) -> int:
         """Returns the time in ns of replaying these ops, and of copying the running statistics that they update."""
-        copied = sum(bool(self.memory.statistics(op)) for op in ops)
+        copied = sum(op in self.memory.statistics for op in ops)
         copies_ns = _COPIED_STATISTICS * copied * replayed_ns(0, self._launch_ns)
         return sum(replayed_ns(self._op_ns[op], self._launch_ns) for op in ops) + copies_ns
 

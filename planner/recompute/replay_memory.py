@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from planner.recording.op_schema import WRITE_STATISTICS
 from planner.recording.step_graph import StepGraph
@@ -65,14 +65,23 @@ class ReplayMemory:
         made = [(s.lives[0][0], s.op, index) for index, s in enumerate(graph.storages) if s.op is not None and s.lives]
         for _, op, index in sorted(made):
             self._born[op].append(index)
+        self.statistics = {
+            number: tuple(storage for storage in op.inputs[-2:] if graph.storages[storage].op is None)
+            for number, op in enumerate(graph.ops)
+            if op.name in WRITE_STATISTICS
+        }
+        """Storages of the running statistics that a norm updates, by op. A replay updates copies of them, so that they
+        are not updated twice."""
 
     def peak_bytes(self, replay: SegmentReplay) -> int:
         """Returns the largest number of bytes that a replay has alive at once."""
-        alive = highest = 0
+        sizes, alive, highest = self._sizes, 0, 0
         for born, copied, freed in self._changes(replay):
-            alive += self._bytes_of(born)
-            highest = max(highest, alive + self._bytes_of(copied))
-            alive -= self._bytes_of(freed)
+            for storage in born:
+                alive += sizes[storage]
+            highest = max(highest, alive + sum(sizes[storage] for storage in copied) if copied else alive)
+            for storage in freed:
+                alive -= sizes[storage]
         return highest
 
     def blocks(self, replay: SegmentReplay) -> list[Block]:
@@ -94,9 +103,10 @@ class ReplayMemory:
         return blocks
 
     def _changes(self, replay: SegmentReplay) -> Iterator[tuple[Collection[int], Collection[int], Collection[int]]]:
-        """Yields (storages that are allocated, storages that are copied, storages that are then freed) in turn.
+        """Yields (allocated, copied, freed): storages that are allocated, copied, and then freed with their copies.
 
-        The first item has the inputs of the replay. A copy is freed with the other storages of its item.
+        The first item has the inputs as allocated. After it, there is one item for each op, and at the beginning of
+        each later stage one with the storages that this stage does not need.
         """
         values = set(replay.inputs)
         for number, stage in enumerate(replay.stages):
@@ -104,7 +114,7 @@ class ReplayMemory:
             last_use = {storage: op for op in stage.ops for storage in touched[op]}
             unused = {storage for storage in values if storage not in last_use and storage not in stage.to_keep}
             values -= unused
-            yield (values, (), ()) if number == 0 else ((), (), unused)
+            yield (tuple(values), (), ()) if number == 0 else ((), (), unused)
             for op in stage.ops:
                 born = [storage for storage in self._born[op] if storage not in values]
                 values.update(born)
@@ -114,16 +124,6 @@ class ReplayMemory:
                     if last_use.get(storage, op) == op and storage not in stage.to_keep
                 ]
                 values.difference_update(freed)
-                yield born, self.statistics(op), freed
+                yield born, self.statistics.get(op, ()), freed
             if stage.is_held:
                 values = set()
-
-    def statistics(self, op: int) -> list[int]:
-        """Returns the running statistics that a norm op updates: a replay updates copies of them, not the originals."""
-        record = self._graph.ops[op]
-        if record.name not in WRITE_STATISTICS:
-            return []
-        return [storage for storage in record.inputs[-2:] if self._graph.storages[storage].op is None]
-
-    def _bytes_of(self, storages: Iterable[int]) -> int:
-        return sum(self._sizes[storage] for storage in storages)

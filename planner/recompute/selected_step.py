@@ -108,9 +108,10 @@ class _Selected:
         self.spans: list[_Spans] = [[(a * self.fine, b * self.fine) for a, b in s.lives] for s in graph.storages]
         """The ranges of fine ticks in which each of `storages` is alive."""
         self.products: list[int] = []
-        """When recomputes multiply matrices."""
+        """Fine ticks at which recomputes run matrix products, for which cuBLAS needs its workspace."""
         self._made_again: dict[tuple[int, int], int] = {}
-        """When a recompute makes a storage that is alive after it, by the storage and the tick after the recompute."""
+        """Maps (storage, tick after a recompute) to the fine tick at which the recompute makes this storage, if the
+        storage outlives the recompute."""
         self._reruns: dict[int, list[Rerun]] = {}
         for call, of_call in options.items():
             if reruns := [option.rerun for option in of_call if option.unit in selected]:
@@ -122,7 +123,7 @@ class _Selected:
         self.spans = [merged_spans([span for span in of_one if span[0] < span[1]]) for of_one in self.spans]
 
     def _recompute(self) -> None:
-        """Adds what the recomputes make."""
+        """Adds the storages that the recomputes make."""
         saves: dict[int, list[Save]] = defaultdict(list)  # by call
         for save in self._graph.saves:
             for call in self._graph.enclosing(save.call):
@@ -140,7 +141,7 @@ class _Selected:
                     self._replay(replay, memory.blocks(replay))
 
     def _run_again(self, call: int, saves: list[Save], rerun: Rerun, at: int) -> None:
-        """Adds what a module's call makes if it runs again at a tick, up to its last save."""
+        """Adds the storages that a call of a module makes if it runs again at a tick, up to its last save."""
         graph, begin, end = self._graph, self._graph.calls[call].start, self._graph.calls[call].end
         saved = {save.storage: save for save in saves}
         last = max((save.pack for save in saves), default=begin)
@@ -148,7 +149,8 @@ class _Selected:
         kept_ops = {graph.storages[index].op for index in rerun.kept}
         for birth, index in self._births[first:after]:
             start, death = at * self.fine + 1 + birth - begin, graph.storages[index].lives[0][1]
-            # What the forward frees after the call, such as autocast's copies of weights, is freed first.
+            # The recompute ends at the last save. What dies after the call in the forward, such as autocast's copies of
+            # weights, dies there.
             stop = start + max((death if death <= end else last) - birth, 1)
             if index in rerun.kept:
                 self.spans[index].append((at * self.fine, stop))
@@ -160,16 +162,16 @@ class _Selected:
                 self._note_product(index, start)
 
     def _replay(self, replay: SegmentReplay, blocks: Iterable[Block]) -> None:
-        """Adds what a replay of a segment makes."""
-        begin, end = replay.at * self.fine + 1, replay.at + 1
+        """Adds the storages that a replay of a segment makes."""
+        begin, after = replay.at * self.fine + 1, replay.at + 1  # a fine tick, and a tick of the recording
         for block in blocks:
             start = begin + block.start
             self._note_product(block.storage, start)
             if block.storage in replay.inputs:
-                stop = end * self.fine if block.stop is None else begin + block.stop
+                stop = after * self.fine if block.stop is None else begin + block.stop
                 self.spans[block.storage].append((begin - 1, stop))
             elif block.stop is None:
-                self._made_again[block.storage, end] = start
+                self._made_again[block.storage, after] = start
             else:
                 self._add(block.storage, start, begin + block.stop)
 
@@ -179,12 +181,13 @@ class _Selected:
         self.spans.append([(start, stop)])
 
     def _note_product(self, index: int, start: int) -> None:
+        """Notes the fine tick at which a recompute makes a storage, if a matrix product makes it."""
         op = self._graph.storages[index].op
         if op is not None and self._graph.ops[op].name in GEMM_OPS:
             self.products.append(start)
 
     def _hold(self) -> None:
-        """Adds for how long the storages of the recording are held: by autograd, and because of selected units."""
+        """Adds the spans in which autograd or a selected unit holds storages of the recording."""
         graph = self._graph
         for save in graph.saves:
             if save.storage is None:
@@ -203,7 +206,7 @@ class _Selected:
                 self._keep(*hold)
 
     def _keep(self, storage: int, start: int, stop: int) -> None:
-        """Adds that a storage is alive between two ticks of the recording, or since a recompute made it again."""
+        """Adds the span of a storage from `start`, or from the recompute that makes it for this tick, until `stop`."""
         if start < stop:
             first = self._made_again.get((storage, start), start * self.fine)
             self.spans[storage].append((first, stop * self.fine))

@@ -15,8 +15,9 @@ def largest_within(
 
     This is an interpolation search (regula falsi): bytes are nearly affine in the number of samples. So the next number
     is where the line through the two known points nearest to the limit reaches the limit; after two answers on the same
-    side of the limit, it is the middle of the interval. As long as no number is known to exceed the limit, each step is
-    at least twice as long as the one before, because many numbers may need the same bytes.
+    side of the limit, it is the middle of the interval. As long as no number is known to exceed the limit, the minimum
+    step doubles with each number that is within it. Without this, the search would go on in steps of one where many
+    numbers need the same bytes.
 
     Args:
         smallest_budget_bytes: function that takes a number of samples and returns the bytes that it needs. The result
@@ -40,7 +41,8 @@ def largest_within(
         if high - low <= max(1, low // _EXACT_TO):
             return low, high
         nearest, second = sorted(known, key=lambda number: abs(known[number] - limit_bytes))[:2]
-        if high > most and (known[nearest] - known[second]) * (nearest - second) <= 0:  # too near to each other
+        if high > most and (known[nearest] - known[second]) * (nearest - second) <= 0:
+            # The bytes do not grow between these two numbers: take the two ends instead.
             nearest, second = max(known), min(known)
         slope = (known[nearest] - known[second]) / (nearest - second)
         if slope <= 0 or (len(sides) > 1 and sides[-1] == sides[-2] and high <= most):

@@ -83,8 +83,6 @@ def test_the_smallest_total_of_several_alternatives_is_that_of_the_best_one(prog
     totals = [smallest_total_bytes(graph, card, decisions) for decisions in alternatives]
     for ordered in itertools.permutations(alternatives):
         assert 0 <= smallest_of(graph, card, ordered) - min(totals) <= MIB
-    below = min(totals) - MIB - 1
-    assert smallest_of(graph, card, alternatives, above_bytes=below) - min(totals) <= MIB
     for decisions, total in zip(alternatives, totals, strict=True):
         for vram_bytes in (total, total - MIB - 1, None):
             fits = measure(graph, card, vram_bytes=vram_bytes, decisions=decisions).fits
@@ -93,7 +91,7 @@ def test_the_smallest_total_of_several_alternatives_is_that_of_the_best_one(prog
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "unknown"])
 @pytest.mark.parametrize("program", [functools.partial(holes_in_two_segments, freed=0), medium_after_small])
-def test_a_rough_total_is_within_a_budget_if_the_step_runs_in_it(program, order):
+def test_an_approximate_total_is_within_a_budget_if_the_step_runs_in_it(program, order):
     """Most budgets differ from the smallest total by less than the error that the approximate total may have."""
     graph = rehearse_program(program, Target(compute_capability=CARD.compute_capability))
     card = dataclasses.replace(CARD, segment_addresses=order)
@@ -114,8 +112,8 @@ def large_after_small(device: torch.device) -> None:
     torch.empty(4102 * MIB, dtype=torch.uint8, device=device)
 
 
-def test_a_rough_total_is_within_a_budget_that_is_a_little_larger_than_the_smallest_total():
-    """Without a limit, 4104 MiB are reserved, which is right up to 0.1%."""
+def test_an_approximate_total_is_within_a_budget_that_is_a_little_larger_than_the_smallest_total():
+    """Without a limit, 4104 MiB are reserved, which exceeds the smallest total by less than 0.1 %."""
     graph = rehearse_program(large_after_small, Target(compute_capability=CARD.compute_capability))
     vram_bytes = CARD.outside_bytes + 4103 * MIB
     assert approximate_smallest_of(graph, CARD, [()], vram_bytes=vram_bytes) == vram_bytes - MIB
