@@ -54,6 +54,10 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
         # A step of the user's own may leave gradients to the next step. The first step has none.
         first = [span for span in in_step if span[0] > begin or storage.category is not Category.GRADIENT]
         is_left = any(start <= begin for start, _ in in_step)
+        if graph.update_tick is not None and not is_left and in_step and in_step[-1][1] >= end:
+            # The first step makes it, and it stays alive: the scale of a gradient scaler.
+            lives.append([*in_step[:-1], (in_step[-1][0], last)])
+            continue
         second = ((start + end, last if is_left and stop >= end else stop + end) for start, stop in in_step)
         lives.append([*first, *second])
     starts = (begin, begin + end)
