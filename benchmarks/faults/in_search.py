@@ -803,16 +803,6 @@ FAULTS = (
         why="a product that is kept seems to take its workspace a second time",
     ),
     Fault(
-        name="predicted-slack-with-a-new-scale-in-each-step",
-        path="planner/recompute/selected_step.py",
-        old="and in_step and in_step[-1][1] >= end:",
-        new="and in_step and in_step[-1][1] > end:",
-        tests=(
-            "tests/recompute/test_selected_step.py::test_the_scale_of_the_gradient_scaler_is_predicted_to_stay_alive",
-        ),
-        why="the predicted slack of steps in fp16 is too small",
-    ),
-    Fault(
         name="predicted-slack-with-a-later-workspace",
         path="planner/recompute/selected_step.py",
         old="(step.products if is_autograd else ())",

@@ -6,7 +6,8 @@ which blocks are allocated and freed. This order is derived here from a what-if 
 creates the optimizer state, which splits free blocks of the allocator's cache.
 
 Storages that a recompute makes are placed in the order in which it makes them, and are freed as in the recorded forward
-of a module, or after their last use in the replay of a segment. Scratch memory that the first update needs is left out.
+of a module, or after their last use in the replay of a segment. Scratch memory that the first update needs is left out,
+and the two numbers of a gradient scaler are made again in each step.
 """
 
 from __future__ import annotations
@@ -54,10 +55,6 @@ def two_selected_steps(graph: StepGraph, options: Options, selected: Collection[
         # A step of the user's own may leave gradients to the next step. The first step has none.
         first = [span for span in in_step if span[0] > begin or storage.category is not Category.GRADIENT]
         is_left = any(start <= begin for start, _ in in_step)
-        if graph.update_tick is not None and not is_left and in_step and in_step[-1][1] >= end:
-            # The first step makes it, and it stays alive: the scale of a gradient scaler.
-            lives.append([*in_step[:-1], (in_step[-1][0], last)])
-            continue
         second = ((start + end, last if is_left and stop >= end else stop + end) for start, stop in in_step)
         lives.append([*first, *second])
     starts = (begin, begin + end)

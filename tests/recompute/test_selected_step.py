@@ -88,17 +88,6 @@ def zeroing_first(model, optimizer, batch) -> None:
     optimizer.step()
 
 
-def test_the_scale_of_the_gradient_scaler_is_predicted_to_stay_alive():
-    graph = what_if(example("sequential.py:build", 4), (Precision(dtype="fp16"),))
-    predicted, begin = two_selected_steps(graph, {}, ()), graph.step_starts[0]
-    made = [number for number, storage in enumerate(graph.storages) if storage.lives and storage.lives[0][0] > begin]
-    stays = [number for number in made if max(stop for _, stop in graph.storages[number].lives) == graph.ticks]
-    assert len(stays) == 2  # the scale, and the number of steps since it has grown
-    for number in stays:
-        [(start, stop)] = predicted.storages[number].lives
-        assert predicted.step_starts[0] < start < predicted.step_starts[1] and stop == predicted.ticks
-
-
 class Convolutions(torch.nn.Module):
     """A stem and five blocks of two convolutions, each followed by a batch norm."""
 
