@@ -64,11 +64,6 @@ def assemble_plan(
         notes: remarks for the user; they come before the notes that are added here.
         is_early: True if the search was not finished when its time was up.
     """
-    if undecided := session.searches.undecided:
-        notes += (
-            f"{undecided} of the search's integer programs reached their time limit without an answer: a faster plan "
-            "may exist",
-        )
     links = session.card.links
     return Plan(
         model=session.workload.model_facts(),
@@ -98,7 +93,7 @@ def assemble_plan(
         notes=(
             *session.workload.notes,
             *notes,
-            *session.searches.dropped(constraints),
+            *_search_notes(session, constraints),
             *certified.graph.assumptions,
             *_unused_values_notes(session),
             *_later_calls_notes(session, certified),
@@ -131,19 +126,26 @@ def assemble_plan(
 
 
 def assemble_tradeoff(
-    session: PlanningSession, front: Front, constraints: Constraints, budget: Budget | None, *, began: float
+    session: PlanningSession,
+    as_it_is: Plan,
+    front: Front,
+    constraints: Constraints,
+    budget: Budget | None,
+    *,
+    began: float,
 ) -> Tradeoff:
     """Return the `Tradeoff` with one plan for each point of the Pareto front.
 
     The budget of each plan (`Plan.vram_bytes`) is the total memory that the plan itself needs.
 
     Args:
+        as_it_is: the baseline, as a plan that was made before the search.
         budget: the user's budget, which only marks the fastest plan inside it; None if there is none.
         began: `time.perf_counter()` when planning began.
     """
     notes = () if budget is None else budget.notes(session.card)
     return Tradeoff(
-        as_it_is=assemble_plan(session, session.baseline, constraints, None, began=began),
+        as_it_is=dataclasses.replace(as_it_is, notes=(*as_it_is.notes, *_search_notes(session, constraints))),
         points=tuple(
             assemble_plan(
                 session, point, constraints, Budget.of_total(session.card, total_bytes(point)), notes=notes, began=began
@@ -154,6 +156,18 @@ def assemble_tradeoff(
         usable_bytes=None if budget is None else budget.usable_bytes,
         complete=front.complete,
         seconds=time.perf_counter() - began,
+    )
+
+
+def _search_notes(session: PlanningSession, constraints: Constraints) -> tuple[str, ...]:
+    """Return notes on what the search could not do: integer programs without an answer, techniques that failed."""
+    undecided, dropped = session.searches.undecided, session.searches.dropped(constraints)
+    if not undecided:
+        return dropped
+    return (
+        f"{undecided} of the search's integer programs reached their time limit without an answer: a faster plan may "
+        "exist",
+        *dropped,
     )
 
 

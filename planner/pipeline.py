@@ -118,7 +118,8 @@ def _nearest(
 ) -> tuple[Certified, tuple[str, ...]]:
     """Return the plan to report if no plan fits, and a note if the time was up before the smallest plan was found."""
     try:
-        return fitting.nearest(session, space, constraints), ()
+        with session.watch.leaving(lambda: session.seconds_of_smallest):
+            return fitting.nearest(session, space, constraints), ()
     except TimeIsUp:
         note = (
             f"planning ended {session.watch.cause}: no plan that fits was found. This is the smallest plan that was "
@@ -150,8 +151,18 @@ def tradeoff_workload(
     with open_session(workload, card, None, watch) as session:
         session.expect(constraints)
         usable_bytes = None if budget is None else budget.usable_bytes
-        found = front(session, constraints, vram_bytes=usable_bytes)
-        return assemble_tradeoff(session, found, constraints, budget, began=began)
+        before_rehearsal = time.perf_counter()
+        baseline = session.baseline
+        before_assembly = time.perf_counter()
+        as_it_is = assemble_plan(session, baseline, constraints, None, began=began)
+        found = front(
+            session,
+            constraints,
+            vram_bytes=usable_bytes,
+            rehearsal_seconds=before_assembly - before_rehearsal,
+            assembly_seconds=time.perf_counter() - before_assembly,
+        )
+        return assemble_tradeoff(session, as_it_is, found, constraints, budget, began=began)
 
 
 def largest_step(workloads: Sequence[Workload], card: DeviceProfile, watch: Watch | None = None) -> Workload:

@@ -250,7 +250,9 @@ CASES = {
     "GPT, 24 layers of 256, 4 x 256": Case(build=_gpt24, is_block=lambda module: isinstance(module, Block)),
     "GPT-2 small, 2 x 256": Case(build=_gpt2, is_block=_is("GPT2Block")),
     "RoBERTa, 12 layers, 4 x 128": Case(build=_roberta, is_block=_is("RobertaLayer")),
-    "Llama, 80 layers of 128, 2 x 128": Case(build=_llama80, is_block=_is("LlamaDecoderLayer")),
+    "Llama, 80 layers of 128, 2 x 128": Case(
+        build=_llama80, is_block=_is("LlamaDecoderLayer"), is_attention_fused=False
+    ),
     "U-Net, 4 images": Case(build=_unet, is_block=_is("ResidualBlock"), is_attention_fused=False),
     "ConvNeXt, 2 x 160": Case(build=_convnext, is_block=_is("ConvNextBlock")),
     "EfficientNet, 2 x 160": Case(build=_efficientnet, is_block=_is("InvertedResidual")),

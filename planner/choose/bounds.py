@@ -6,11 +6,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from planner.estimate import roofline
 from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
+from planner.workload.eight_bit import least_state_bytes
+from planner.workload.torch_optimizers import moves_all_its_state
+from planner.workload.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,15 +130,26 @@ class Bounds:
 
 
 def least_updates(
-    card: DeviceProfile, *, once_bytes: int, eight_bit_bytes: int, moved_bytes: int
+    workload: Workload,
+    card: DeviceProfile,
+    graph: StepGraph,
+    with_state: Sequence[torch.nn.Parameter],
+    *,
+    is_frozen: bool,
 ) -> dict[bool, LeastUpdate]:
     """Returns lower bounds on updates with 8-bit state (True) and with another kernel (False).
 
+    The bounds are 0 if a prefix of the model is frozen, and for a step of the user's own.
+
     Args:
-        once_bytes: bytes to read and write parameters, and to read gradients.
-        eight_bit_bytes: bytes of the state in 8 bits.
-        moved_bytes: bytes of the baseline's state, if its optimizer reads and writes all of it; else 0.
+        graph: the recording of the baseline.
+        with_state: the trained parameters for which the optimizer has state.
     """
+    if is_frozen or workload.step is not None:
+        return {True: LeastUpdate(ns=0, state_bytes=0), False: LeastUpdate(ns=0, state_bytes=None)}
+    once_bytes = sum(3 * p.numel() * p.itemsize for p in with_state)  # read with its gradient, and written
+    eight_bit_bytes = least_state_bytes(workload.model, with_state)
+    moved_bytes = graph.bytes_of(Category.OPTIMIZER_STATE) * moves_all_its_state(workload.optimizer)
 
     def ns(state_bytes: int) -> int:
         return roofline.transfer_ns(once_bytes + 2 * state_bytes, card)

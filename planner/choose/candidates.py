@@ -120,6 +120,7 @@ class Candidate:
             host_copies=self._host_copies,
             gathers=self._gathers_with_time(),
             excluded=self._excluded,
+            watch=self._watch,
         )
 
     def _gathers_with_time(self) -> list[tuple[RepeatedGathers, int]]:
@@ -256,7 +257,7 @@ class Candidate:
     def choice(self, selection: Selection) -> Choice:
         """Returns the plan with the selected units, with the peak and the time that it promises."""
         step_ns, units = self.step_ns + selection.cost_ns, self.units if selection.units else None
-        predicted = Prediction(functools.partial(_predicted_steps, self._graph, units, selection.units))
+        predicted = Prediction(functools.partial(_predicted_steps, self._graph, units, selection.units), self._watch)
         return Choice(
             decisions=self.decisions(selection.units),
             peak_bytes=selection.peak_bytes,

@@ -9,6 +9,7 @@ from planner.estimate.footprint import Measured
 from planner.estimate.smallest_total import predicted_missing_bytes
 from planner.plan_types.decision_base import Decision, Role, fidelity_of, with_roles, without_roles
 from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
 from planner.recording.step_graph import StepGraph
 from planner.space.configurations import Config
 
@@ -19,12 +20,13 @@ TIE = 1.05
 class Prediction:
     """Predicts how many bytes a plan lacks to fit, before the plan is rehearsed. Each answer is computed once."""
 
-    def __init__(self, predicted_steps: Callable[[], StepGraph]) -> None:
+    def __init__(self, predicted_steps: Callable[[], StepGraph], watch: Watch | None = None) -> None:
         """
         Args:
             predicted_steps: function that returns the predicted allocations of two steps of the plan.
+            watch: limits the time of a prediction; None for no limit.
         """
-        self._predicted_steps = predicted_steps
+        self._predicted_steps, self._watch = predicted_steps, watch
         self._missing_bytes: dict[tuple[DeviceProfile, int, tuple[Config, ...], bool], int] = {}
 
     def missing_bytes(
@@ -33,7 +35,7 @@ class Prediction:
         """Returns how many bytes the plan lacks; 0 if it may fit. For the arguments see `predicted_missing_bytes`."""
         asked = card, vram_bytes, alternatives, fastest
         if asked not in self._missing_bytes:
-            self._missing_bytes[asked] = predicted_missing_bytes(self._predicted_steps(), *asked)
+            self._missing_bytes[asked] = predicted_missing_bytes(self._predicted_steps(), *asked, self._watch)
         return self._missing_bytes[asked]
 
 

@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import time
 
 from planner.choose import fitting
 from planner.choose.background_certification import BackgroundCertification
@@ -58,7 +57,14 @@ class Front:
     """False if time ran out: faster plans of the same size, and smaller plans, may exist."""
 
 
-def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int | None) -> Front:
+def front(
+    session: PlanningSession,
+    constraints: Constraints,
+    *,
+    vram_bytes: int | None,
+    rehearsal_seconds: float = 0.0,
+    assembly_seconds: float = 0.0,
+) -> Front:
     """Returns the front of the plans that the constraints allow.
 
     The largest budget that is searched is the baseline's total, or the user's budget if that is larger. The search ends
@@ -67,6 +73,8 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
     Args:
         session: a session without a budget.
         vram_bytes: the user's budget, at which a plan is searched too; None if there is none.
+        rehearsal_seconds: time in seconds that the rehearsal of the baseline took.
+        assembly_seconds: time in seconds that the caller will take for each point. The search leaves it.
 
     Raises:
         DecisionError: freezing is forced. Frozen prefixes are searched at the user's budget only, as a last resort.
@@ -77,15 +85,14 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
             "the trade-off of memory against time cannot be computed with freeze forced, because each frozen prefix of "
             "the model has a trade-off of its own: do not force freeze"
         )
-    began = time.monotonic()
-    total_bytes(session.baseline)  # recorded before the search begins, to know how long a rehearsal takes
-    estimate_seconds = 2 * (time.monotonic() - began)  # as long again for the smallest budget
     points: list[Certified] = []
 
     def search() -> bool:
         if session.recordings.is_dropped:  # plans from wrong recordings may recompute a module that must not run twice
             points.clear()
-        return _search(session, constraints, vram_bytes, BackgroundCertification(session, estimate_seconds), points)
+        certification = BackgroundCertification(session, 2 * rehearsal_seconds)  # as long again for the smallest budget
+        with session.watch.leaving(lambda: assembly_seconds * (len(certification.points) + 1)):
+            return _search(session, constraints, vram_bytes, certification, points)
 
     is_complete = fitting.repeated_if_dropped(session, search)
     if not is_complete:

@@ -9,11 +9,12 @@ import copy
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Hashable
 
 import torch
 
-from planner.choose.bounds import Bounds, LeastUpdate, least_updates, optimizer_peak_bytes
+from planner.choose.bounds import Bounds, least_updates, optimizer_peak_bytes
 from planner.choose.candidates import Candidates, ChunkedCandidates
 from planner.choose.certificates import Certificates
 from planner.choose.choice import Certified, Choice
@@ -40,8 +41,6 @@ from planner.spawned.interrupts import interrupts_held_back
 from planner.virtual_gpu.forked_process import Running
 from planner.virtual_gpu.values.shadow_ops import ASSUMED_VALUES
 from planner.workload.budget import Budget
-from planner.workload.eight_bit import least_state_bytes
-from planner.workload.torch_optimizers import moves_all_its_state
 from planner.workload.workload import Workload
 
 StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Running]
@@ -49,6 +48,9 @@ StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Running]
 
 Arguments: the decisions of the step, the names of the trained parameters.
 """
+
+_MEASUREMENTS = 12
+"""To search for the smallest budget of a plan takes about as long as this number of measurements."""
 
 
 class PlanningSession:
@@ -100,6 +102,8 @@ class PlanningSession:
         """False if convolutions whose workspace does not fit may run a slower algorithm, as in PyTorch."""
         self._start_forward = start_forward
         self.searches = Searches()
+        self._seconds_to_measure = [0.0]
+        """Time in seconds that each measurement of a recording took."""
 
     def search_space(self, constraints: Constraints) -> SearchSpace:
         """Return the search space of the plan. Raises `DecisionError` if a forced technique cannot be used."""
@@ -275,6 +279,11 @@ class PlanningSession:
         known = (*self._plans[self.recordings.is_dropped], self.baseline)
         return self.measure_at_smallest_budget(min(known, key=lambda plan: plan.measured.curve_bytes))
 
+    @property
+    def seconds_of_smallest(self) -> float:
+        """Estimated time in seconds that `smallest_known` takes."""
+        return _MEASUREMENTS * max(self._seconds_to_measure)
+
     def chooser(self, space: SearchSpace, constraints: Constraints) -> Chooser:
         """Return a new chooser for a search space, and add it to `searches`."""
         space = self.searches.without_failed(space, constraints)
@@ -285,7 +294,9 @@ class PlanningSession:
             Bounds.of(
                 self.baseline_graph,
                 self.card,
-                updates=self._least_updates(is_frozen),
+                updates=least_updates(
+                    self.workload, self.card, self.baseline_graph, self._trained.with_state, is_frozen=is_frozen
+                ),
                 lower_bound_bytes=self.lower_bound_bytes,
                 is_frozen=is_frozen,
             ),
@@ -311,18 +322,6 @@ class PlanningSession:
                 sharding=self.workload.sharding,
             )
         return ChunkedCandidates(self._candidates[key], space.chunks)
-
-    def _least_updates(self, frozen: bool) -> dict[bool, LeastUpdate]:
-        """Return `Bounds.updates`. Times are 0 with a frozen prefix and for own steps."""
-        if frozen or self.workload.step is not None:
-            return {True: LeastUpdate(ns=0, state_bytes=0), False: LeastUpdate(ns=0, state_bytes=None)}
-        state_bytes = self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE)
-        return least_updates(
-            self.card,
-            once_bytes=sum(3 * p.numel() * p.itemsize for p in self._trained.with_state),
-            eight_bit_bytes=least_state_bytes(self.workload.model, self._trained.with_state),
-            moved_bytes=state_bytes * moves_all_its_state(self.workload.optimizer),
-        )
 
     def quick_enough(self, certified: Certified, constraints: Constraints) -> bool:
         """True if the rehearsed step is no slower than the constraints allow."""
@@ -365,7 +364,7 @@ class PlanningSession:
 
         The plan must not fit. The result may be too large (`smallest_total.missing_bytes`).
         """
-        step = AllocatingStep(certified.graph, self.card, fastest=self._only_fastest)
+        step = AllocatingStep(certified.graph, self.card, fastest=self._only_fastest, watch=self.watch)
         return missing_bytes(step, self.budget.usable_bytes, certified.choice.with_each_allocator)
 
     @functools.cached_property
@@ -386,7 +385,10 @@ class PlanningSession:
         return TrainedParameters.of(self.workload, self.baseline_graph.trained)
 
     def _measured(self, graph: StepGraph, total_bytes: int | None, decisions: tuple[Decision, ...] = ()) -> Measured:
-        return measure(graph, self.card, vram_bytes=total_bytes, decisions=decisions, fastest=self._only_fastest)
+        began = time.monotonic()
+        measured = measure(graph, self.card, vram_bytes=total_bytes, decisions=decisions, fastest=self._only_fastest)
+        self._seconds_to_measure.append(time.monotonic() - began)
+        return measured
 
     def _with_workspaces(self, graph: StepGraph) -> StepGraph:
         return with_workspaces(graph, self.card, torch.__version__)

@@ -80,6 +80,7 @@ def _try(
     before: Constraints,
 ) -> Relaxation:
     try:
+        session.watch.check()
         space = session.search_space(relaxed)
         narrow = space if technique is None else space.using(technique)
         if narrow is None:

@@ -26,6 +26,7 @@ from planner.estimate.allocation_stream import (
 from planner.plan_types.decision_base import Decision, allocator_conf, micro_batches_of
 from planner.plan_types.plan import Footprint
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
+from planner.progress import Watch
 from planner.recording.step_graph import Category, StepGraph, Storage
 from planner.workspaces.registry import Trials
 
@@ -176,6 +177,8 @@ class AllocatingStep:
     card: DeviceProfile
     fastest: bool = dataclasses.field(default=False, kw_only=True)
     """True if each convolution must run its first algorithm. Otherwise it takes the one that fits."""
+    watch: Watch | None = dataclasses.field(default=None, kw_only=True)
+    """Limits the time; None for no limit."""
 
     @functools.cached_property
     def _stream(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -232,7 +235,12 @@ class AllocatingStep:
             settings: options of the allocator.
             repeats: True to repeat the last steps as a longer run does, False to run each recorded step once.
             tries: False to give each convolution its first workspace, without trying out other algorithms.
+
+        Raises:
+            TimeIsUp: the time of the watch is up.
         """
+        if self.watch is not None:
+            self.watch.check()
         ids, sizes, _ = self._stream
         trials = self._trials if tries else {}
         again = self._last_round if repeats else None

@@ -26,6 +26,7 @@ from planner.estimate.footprint import AllocatingStep, settings_on
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.sizes import MIB
 from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
 from planner.recording.step_graph import StepGraph
 
 _FIRST_INCREMENT = 4
@@ -86,6 +87,7 @@ def predicted_missing_bytes(
     vram_bytes: int,
     alternatives: Sequence[tuple[Decision, ...]],
     fastest: bool,
+    watch: Watch | None = None,
 ) -> int:
     """Returns the number of bytes that a step lacks by a prediction; 0 if it lacks at most 2 MiB.
 
@@ -95,8 +97,12 @@ def predicted_missing_bytes(
         graph: the predicted allocations (`planner.recompute.selected_step`).
         vram_bytes: the budget in bytes.
         alternatives, fastest: as in `smallest_of`.
+        watch: limits the time; None for no limit.
+
+    Raises:
+        TimeIsUp: the time of the watch is up.
     """
-    step, enough_bytes = AllocatingStep(graph, card, fastest=fastest), vram_bytes + _TOLERANCE_BYTES
+    step, enough_bytes = AllocatingStep(graph, card, fastest=fastest, watch=watch), vram_bytes + _TOLERANCE_BYTES
     if not card.allocator or any(step.runs_within(enough_bytes, decisions) for decisions in alternatives):
         return 0
     return _TOLERANCE_BYTES + missing_bytes(step, enough_bytes, alternatives)

@@ -11,10 +11,13 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from planner.plan_types.sizes import format_size
 from planner.progress.threads import in_thread
+
+T = TypeVar("T")
 
 _HEARTBEAT_SECONDS = 1.0
 """Minimum time between two records of which neither the stage nor the best plan differs."""
@@ -145,6 +148,13 @@ class Watch:
             finally:
                 self._is_working = False
 
+    def checking(self, items: Iterable[T], *, every: int = 1) -> Iterator[T]:
+        """Yield the items, and call `check` before every `every`-th of them."""
+        for number, item in enumerate(items):
+            if number % every == 0:
+                self.check()
+            yield item
+
     def stage(self, name: str) -> None:
         """Enter a stage. Does not check the time limit."""
         if name != self._stage:
@@ -171,10 +181,13 @@ class Watch:
     def leaving(self, seconds: Callable[[], float]) -> Iterator[None]:
         """End a part of planning early enough that time is left for what follows it.
 
+        If it is used inside itself, both times are left.
+
         Args:
             seconds: returns the time in seconds to leave. It is called at each check, so that its result may change.
         """
-        previous, self._reserved = self._reserved, seconds
+        previous = self._reserved
+        self._reserved = lambda: previous() + seconds()
         try:
             yield
         finally:

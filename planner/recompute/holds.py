@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from planner.progress import Watch
 from planner.recompute.conditions import ALWAYS, ConditionNow, SharedConditions
 from planner.recompute.recompute_cost import Rerun
 from planner.recompute.repeated_gathers import RepeatedGathers
@@ -38,6 +39,9 @@ LONGEST = 100_000
 Longer ones are `SharedCondition`s. Both mean the same, but the search takes other ways to equally good selections.
 """
 
+_BETWEEN_CHECKS = 256
+"""Number of saved tensors, or of storages, between two checks of the time."""
+
 _ALWAYS: Condition = ((),), ()
 _NEVER: Condition = (), ()
 
@@ -58,6 +62,7 @@ def holds_of(
     sizes: list[int],
     gathers: Mapping[int, RepeatedGathers],
     exclusive: Sequence[frozenset[int]],
+    watch: Watch,
 ) -> tuple[np.ndarray, tuple[Hold, ...], tuple[SharedCondition, ...]]:
     """Returns int64[ticks] of bytes that are always alive, the storages that are alive only on a condition, and the
     conditions that these storages share.
@@ -65,10 +70,11 @@ def holds_of(
     Args:
         gathers: by number of a unit, the gathers that the step repeats if the unit is selected.
         exclusive: for each unit, the units that may not be selected together with it.
+        watch: limits the time.
     """
     pieces: dict[int, list[_Piece]] = defaultdict(list)
     copies: dict[int, list[_Piece]] = defaultdict(list)  # of a storage that exists twice
-    for save in graph.saves:
+    for save in watch.checking(graph.saves, every=_BETWEEN_CHECKS):
         if save.storage is None:
             continue
         start, release = save.pack, graph.ticks if save.release is None else save.release
@@ -118,7 +124,7 @@ def holds_of(
         always = [] if number in in_gathers else record.lives
         lives: list[_Piece] = [(start, stop, "fixed", ()) for start, stop in always]
         held.append((number, lives + pieces.get(number, [])))
-    for number, of_one in (*held, *copies.items()):
+    for number, of_one in watch.checking((*held, *copies.items()), every=_BETWEEN_CHECKS):
         conditional: list[_Time] = []
         for start, stop, condition in times_of(of_one, exclusive, numbered):
             if condition is None:

@@ -38,6 +38,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence, 
 from planner.estimate.roofline import HostCopies
 from planner.plan_types.decisions import Decision
 from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
+from planner.progress import Watch
 from planner.recompute.holds import Option, Options, holds_of, units_in
 from planner.recompute.kept_products import NOTHING, Keepable, Kept
 from planner.recompute.offload_cost import FROM_BYTES, Offloads
@@ -157,6 +158,7 @@ def units_of(
     host_copies: HostCopies | None = None,
     gathers: Sequence[tuple[RepeatedGathers, int]] = (),
     excluded: Excluded = frozenset(),
+    watch: Watch | None = None,
 ) -> Units:
     """Builds the checkpoint problem of a what-if recording.
 
@@ -171,7 +173,12 @@ def units_of(
         host_copies: gives the time of copies to the host and back; None if no unit may be offloaded.
         gathers: gathers that the recording repeats, each with the time in ns that leaving it out would save.
         excluded: techniques that must not be applied to some modules.
+        watch: limits the time; None for no limit.
+
+    Raises:
+        TimeIsUp: the time of the watch is up.
     """
+    watch = watch or Watch()
     # 1. Long forwards are cut into segments, which become calls: then every unit is a set of calls.
     if Replay in kinds:
         graph = with_segments(graph)
@@ -180,7 +187,7 @@ def units_of(
     # 2. The units, each with its cost in every call of its module.
     offloads = None if host_copies is None or Offload not in kinds else Offloads(graph, host_copies, sizes)
     replays = Replays(graph, op_ns, sizes, launch_ns)
-    units, options = _choices(graph, windows, op_ns, sizes, kinds, offloads, replays, excluded)
+    units, options = _choices(graph, windows, op_ns, sizes, kinds, offloads, replays, excluded, watch)
     again = {len(units) + number: repeated for number, (repeated, _) in enumerate(gathers)}
     gathered = tuple(
         Unit(module=repeated.unit, segment=None, kept=(), runs_again=False, is_gathered=True)
@@ -189,7 +196,7 @@ def units_of(
     # 3. The memory curve as a function of the selected units: bytes that are always alive, and bytes on a condition.
     paths = _paths(graph, options)
     exclusive = exclusive_units(paths, len(units) + len(gathered))
-    fixed, holds, shared = holds_of(graph, options, sizes, again, exclusive)
+    fixed, holds, shared = holds_of(graph, options, sizes, again, exclusive, watch)
     problem = CheckpointProblem(
         fixed_bytes=fixed,
         holds=holds,
@@ -283,6 +290,7 @@ def _choices(
     offloads: Offloads | None,
     replays: Replays,
     excluded: Excluded,
+    watch: Watch,
 ) -> tuple[tuple[Unit, ...], Options]:
     """Returns all units, and for each call the units that apply to it with their costs."""
     keepable, reruns = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes)
@@ -299,7 +307,7 @@ def _choices(
             units.append(unit)
 
     # Recompute: each module or segment with nothing kept, with some products kept, and divided into parts.
-    for (module, segment), calls in _candidates(graph, windows, kinds, excluded).items():
+    for (module, segment), calls in watch.checking(_candidates(graph, windows, kinds, excluded).items()):
         nothing = dict.fromkeys(calls, NOTHING)
         choices: list[tuple[dict[int, Kept], tuple[int, ...]]] = [(nothing, ())]
         if segment is None:

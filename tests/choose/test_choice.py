@@ -37,7 +37,7 @@ def test_the_fastest_plan_passes_nothing_over():
 def test_a_prediction_is_computed_once_for_each_budget_and_allocator(monkeypatch):
     asked = []
 
-    def missing_bytes(graph, card, vram_bytes, alternatives, fastest):
+    def missing_bytes(graph, card, vram_bytes, alternatives, fastest, watch):
         asked.append((graph, vram_bytes, alternatives, fastest))
         return 100 - vram_bytes + len(alternatives)
 
