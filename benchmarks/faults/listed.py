@@ -20,6 +20,7 @@ from benchmarks.faults import (
     in_search,
     in_second_step,
     in_step,
+    in_time_limits,
     in_updates,
     in_workspaces,
 )
@@ -45,6 +46,7 @@ _LISTS = (
     in_search,
     in_second_step,
     in_command,
+    in_time_limits,
 )
 
 FAULTS: tuple[Fault, ...] = tuple(fault for module in _LISTS for fault in module.FAULTS)

@@ -98,6 +98,9 @@ def test_a_part_may_have_less_time_than_the_whole_but_not_more():
         left_over[0] = 60.0
         with pytest.raises(TimeIsUp):
             watch.check()
+    with watch.leaving(lambda: 10), watch.leaving(lambda: 20):
+        assert 29 < watch.left_seconds <= 30
+    assert 59 < watch.left_seconds <= 60
     watch.check()
     watch.end()
     with pytest.raises(TimeIsUp):

@@ -1,0 +1,76 @@
+"""Planted faults: time limits."""
+
+from __future__ import annotations
+
+from benchmarks.faults.fault import Fault
+
+_TESTS = "tests/choose/test_time_limits.py"
+_PROBLEM = f"{_TESTS}::test_the_checkpoint_problem_is_the_same_with_a_watch_and_ends_at_each_of_its_checks"
+_LATE = "planning takes seconds longer than its time limit"
+
+FAULTS = (
+    Fault(
+        name="reserves-replace-each-other",
+        path="planner/progress/__init__.py",
+        old="        self._reserved = lambda: previous() + seconds()\n",
+        new="        self._reserved = seconds\n",
+        tests=("tests/progress/test_progress.py::test_a_part_may_have_less_time_than_the_whole_but_not_more",),
+        why=_LATE,
+    ),
+    Fault(
+        name="units-are-built-without-checks",
+        path="planner/recompute/units.py",
+        old="in watch.checking(_candidates(graph, windows, kinds, excluded).items()):",
+        new="in _candidates(graph, windows, kinds, excluded).items():",
+        tests=(_PROBLEM,),
+        why=_LATE,
+    ),
+    Fault(
+        name="holds-of-saves-are-built-without-checks",
+        path="planner/recompute/holds.py",
+        old="for save in watch.checking(graph.saves, every=_BETWEEN_CHECKS):",
+        new="for save in graph.saves:",
+        tests=(_PROBLEM,),
+        why=_LATE,
+    ),
+    Fault(
+        name="predictions-do-not-check-the-time",
+        path="planner/estimate/smallest_total.py",
+        old="AllocatingStep(graph, card, fastest=fastest, watch=watch), vram_bytes",
+        new="AllocatingStep(graph, card, fastest=fastest), vram_bytes",
+        tests=(f"{_TESTS}::test_a_prediction_checks_the_time_before_each_replay_and_is_made_again_after_it_was_ended",),
+        why=_LATE,
+    ),
+    Fault(
+        name="no-time-to-measure-the-smallest-plan",
+        path="planner/pipeline.py",
+        old="session.watch.leaving(lambda: session.seconds_of_smallest)",
+        new="session.watch.leaving(lambda: 0.0)",
+        tests=(f"{_TESTS}::test_the_search_for_the_smallest_plan_leaves_the_time_to_measure_the_smallest_known_one",),
+        why=_LATE,
+    ),
+    Fault(
+        name="relaxations-are-prepared-when-the-time-is-up",
+        path="planner/choose/relaxations.py",
+        old="        session.watch.check()\n",
+        new="",
+        tests=(f"{_TESTS}::test_no_relaxation_is_prepared_when_the_time_is_up",),
+        why=_LATE,
+    ),
+    Fault(
+        name="no-time-to-assemble-a-trade-off",
+        path="planner/choose/pareto_front.py",
+        old="assembly_seconds * (len(certification.points) + 1)",
+        new="assembly_seconds * 0",
+        tests=(f"{_TESTS}::test_the_front_ends_when_only_the_time_to_assemble_it_is_left",),
+        why=_LATE,
+    ),
+    Fault(
+        name="a-plan-of-a-trade-off-takes-no-time",
+        path="planner/pipeline.py",
+        old="assembly_seconds=time.perf_counter() - before_assembly,",
+        new="assembly_seconds=0.0,",
+        tests=(f"{_TESTS}::test_a_trade_off_leaves_the_time_to_assemble_its_plans",),
+        why=_LATE,
+    ),
+)

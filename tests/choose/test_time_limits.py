@@ -1,0 +1,142 @@
+"""Time limits: long computations check the time, and a search leaves the time for what follows it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from planner import pipeline
+from planner.choose import pareto_front
+from planner.choose.choice import Prediction
+from planner.choose.planning_session import PlanningSession
+from planner.estimate.roofline import op_times_ns
+from planner.estimate.smallest_total import predicted_missing_bytes
+from planner.plan_types.constraints import parse_constraints
+from planner.profiles import bare
+from planner.progress import TimeIsUp, Watch
+from planner.recompute import holds
+from planner.recompute.units import units_of
+from planner.workload.budget import card_and_budget
+from planner.workload.workload import workload
+from tests.support.workloads import what_if
+
+CONSTRAINTS = parse_constraints(fidelity="exact", force=(), forbid=("optimizer-kernel",))
+
+
+class CountingWatch(Watch):
+    """Counts the checks. The user ends planning at check number `last`."""
+
+    def __init__(self, last: int | None = None, **options) -> None:
+        super().__init__(**options)
+        self.checks, self.last = 0, last
+
+    def check(self) -> None:
+        self.checks += 1
+        if self.checks == self.last:
+            self.end()
+        super().check()
+
+
+def work():
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in range(6)))
+    return workload(net, (torch.zeros(256, 16),), loss_fn=lambda output, batch: output.mean())
+
+
+def planned(vram: str | None, watch: Watch):
+    card, vram_bytes = card_and_budget("bare", vram)
+    return pipeline.plan_workload(work(), card, vram_bytes=vram_bytes, constraints=CONSTRAINTS, watch=watch)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return what_if(work())
+
+
+def built(graph, watch: Watch | None = None):
+    return units_of(graph, op_times_ns(graph, bare(), 1), granularity_bytes=512, watch=watch)
+
+
+def test_the_checkpoint_problem_is_the_same_with_a_watch_and_ends_at_each_of_its_checks(graph, monkeypatch):
+    monkeypatch.setattr(holds, "_BETWEEN_CHECKS", 8)
+    watch = CountingWatch()
+    assert built(graph, watch).units == built(graph).units
+    modules_and_segments = {(unit.module, unit.segment) for unit in built(graph).units}
+    assert watch.checks > len(modules_and_segments) + (len(graph.saves) + len(graph.storages)) // 8
+    for last in range(1, watch.checks + 1):
+        with pytest.raises(TimeIsUp):
+            built(graph, CountingWatch(last))
+
+
+def test_a_prediction_checks_the_time_before_each_replay_and_is_made_again_after_it_was_ended(graph):
+    card, asked = card_and_budget("rtx-3090", "1GiB")[0], (1 << 20, ((),), True)
+    watch, ended = CountingWatch(), CountingWatch(last=2)
+    missing = predicted_missing_bytes(graph, card, *asked, watch)
+    assert missing == predicted_missing_bytes(graph, card, *asked) > 0 and watch.checks > 2
+    prediction = Prediction(lambda: graph, ended)
+    with pytest.raises(TimeIsUp):
+        prediction.missing_bytes(card, *asked)
+    with ended.after_end():
+        assert prediction.missing_bytes(card, *asked) == missing
+
+
+def test_the_search_for_the_smallest_plan_leaves_the_time_to_measure_the_smallest_known_one(monkeypatch):
+    whole = planned("4KiB", Watch(seconds=600))
+    assert not whole.fits and not any("planning ended" in note for note in whole.notes)
+    monkeypatch.setattr(PlanningSession, "seconds_of_smallest", 1e6)
+    early = planned("4KiB", Watch(seconds=600))
+    assert not early.fits and "no plan that fits was found" in early.notes[0]
+
+
+def test_the_time_to_measure_the_smallest_plan_follows_from_the_longest_measurement(monkeypatch):
+    measure, estimates = pipeline.fitting.nearest, []
+
+    def slow(session, *of):
+        session._seconds_to_measure.append(5.0)
+        estimates.append(session.with_slower_algorithms().seconds_of_smallest)
+        return measure(session, *of)
+
+    monkeypatch.setattr(pipeline.fitting, "nearest", slow)
+    planned("4KiB", Watch())
+    assert estimates == [60.0]
+
+
+def test_no_relaxation_is_prepared_when_the_time_is_up(monkeypatch):
+    def ends(progress) -> None:
+        if progress.stage == "trying what would make a plan fit":
+            watch.end()
+            monkeypatch.delattr(PlanningSession, "search_space")  # a relaxation needs it
+
+    watch = Watch(report=ends)
+    plan = planned("4KiB", watch)
+    assert not plan.fits and {relaxation.opens for relaxation in plan.shortfall.relaxations} == {None}
+
+
+def test_a_trade_off_leaves_the_time_to_assemble_its_plans(monkeypatch):
+    card, _ = card_and_budget("bare", None)
+    asked, assemble = [], pipeline.assemble_plan
+
+    def slow(*of, **options):
+        time.sleep(0.3)
+        return assemble(*of, **options)
+
+    def front(session, constraints, **times):
+        asked.append(times)
+        return pareto_front.Front(points=(session.baseline,), complete=True)
+
+    monkeypatch.setattr(pipeline, "assemble_plan", slow)
+    monkeypatch.setattr(pipeline, "front", front)
+    pipeline.tradeoff_workload(work(), card, vram_bytes=None, constraints=CONSTRAINTS)
+    (times,) = asked
+    assert 0.3 <= times["assembly_seconds"] < 3 and 0 < times["rehearsal_seconds"] < 60
+
+
+@pytest.mark.parametrize("assembly_seconds", [250.0, 1e6])
+def test_the_front_ends_when_only_the_time_to_assemble_it_is_left(assembly_seconds):
+    """With 250 of 600 s for each plan, at most two plans and the baseline are certified."""
+    card, _ = card_and_budget("bare", None)
+    with pipeline.open_session(work(), card, None, Watch(seconds=600)) as session:
+        session.expect(CONSTRAINTS)
+        found = pareto_front.front(session, CONSTRAINTS, vram_bytes=None, assembly_seconds=assembly_seconds)
+    assert not found.complete and len(found.points) <= 600 / assembly_seconds + 1
