@@ -175,7 +175,7 @@ class PlanningSession:
         config, whole = (() if () in precisions else precisions[-1]), MicroBatching(micro_batches=1, size=size)
         self._guessed_trained = self.recordings.trained(config, whole)
         other = self._copy()
-        other.searches = Searches()
+        other.searches = self.searches.of_guesses()
         other.baseline_graph = self.recordings.of(config, whole)
         return other
 

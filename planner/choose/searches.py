@@ -50,6 +50,12 @@ class Searches:
     def __init__(self) -> None:
         self._made: list[tuple[Constraints, Chooser]] = []
         self._failed: dict[_Failure, StepError] = {}
+        self._guesses: list[Searches] = []
+
+    def of_guesses(self) -> Searches:
+        """Returns searches for choices that are only guesses. Here, only their time in the solver counts."""
+        self._guesses.append(Searches())
+        return self._guesses[-1]
 
     def add(self, constraints: Constraints, chooser: Chooser) -> None:
         """Add a chooser that searches under these constraints."""
@@ -111,7 +117,8 @@ class Searches:
     @property
     def solve_seconds(self) -> float:
         """Time in seconds that all choosers spent in the solver."""
-        return sum(chooser.solve_seconds for _, chooser in self._made)
+        guessing = sum(searches.solve_seconds for searches in self._guesses)
+        return guessing + sum(chooser.solve_seconds for _, chooser in self._made)
 
     @property
     def undecided(self) -> int:

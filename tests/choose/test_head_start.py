@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from planner.choose.recordings import Recordings
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Decision, Precision
 from planner.plan_types.plan import Plan
+from planner.search.milp import Search
 from tests.support.stack import Stack
 
 pytestmark = pytest.mark.slow
@@ -121,3 +123,15 @@ def test_a_tradeoff_is_searched_again_if_recordings_are_wrong(monkeypatch):
     assert any(dropped)
     monkeypatch.setattr(planning_session, "runs_to_shorten", lambda work: ())
     assert found() == points
+
+
+def test_the_time_of_the_solver_is_that_of_the_guess_too(monkeypatch):
+    """The search after the baseline takes the answers of the guess, and solves nothing again."""
+    solve = Search.solve
+
+    def slow(self, *of, **options):
+        time.sleep(0.2)
+        return solve(self, *of, **options)
+
+    monkeypatch.setattr(Search, "solve", slow)
+    assert planned().solver.seconds >= 0.2
