@@ -127,11 +127,12 @@ def test_a_tradeoff_is_searched_again_if_recordings_are_wrong(monkeypatch):
 
 def test_the_time_of_the_solver_is_that_of_the_guess_too(monkeypatch):
     """The search after the baseline takes the answers of the guess, and solves nothing again."""
-    solve = Search.solve
+    solve, solved = Search.solve, []
 
     def slow(self, *of, **options):
         time.sleep(0.2)
+        solved.append(of)
         return solve(self, *of, **options)
 
     monkeypatch.setattr(Search, "solve", slow)
-    assert planned().solver.seconds >= 0.2
+    assert planned().solver.seconds >= 0.2 * len(solved) > 0
