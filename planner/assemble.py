@@ -127,7 +127,7 @@ def assemble_plan(
 
 def assemble_tradeoff(
     session: PlanningSession,
-    as_it_is: Plan,
+    baseline_plan: Plan,
     front: Front,
     constraints: Constraints,
     budget: Budget | None,
@@ -139,13 +139,19 @@ def assemble_tradeoff(
     The budget of each plan (`Plan.vram_bytes`) is the total memory that the plan itself needs.
 
     Args:
-        as_it_is: the baseline, as a plan that was made before the search.
+        baseline_plan: the plan of the baseline, assembled before the search, so that it is known how long that takes.
         budget: the user's budget, which only marks the fastest plan inside it; None if there is none.
         began: `time.perf_counter()` when planning began.
     """
     notes = () if budget is None else budget.notes(session.card)
     return Tradeoff(
-        as_it_is=dataclasses.replace(as_it_is, notes=(*as_it_is.notes, *_search_notes(session, constraints))),
+        as_it_is=dataclasses.replace(
+            baseline_plan,
+            notes=(*baseline_plan.notes, *_search_notes(session, constraints)),
+            solver=dataclasses.replace(baseline_plan.solver, seconds=session.searches.solve_seconds),
+            seconds=time.perf_counter() - began,
+            recalled=session.watch.recalled,
+        ),
         points=tuple(
             assemble_plan(
                 session, point, constraints, Budget.of_total(session.card, total_bytes(point)), notes=notes, began=began
@@ -160,7 +166,10 @@ def assemble_tradeoff(
 
 
 def _search_notes(session: PlanningSession, constraints: Constraints) -> tuple[str, ...]:
-    """Return notes on what the search could not do: integer programs without an answer, techniques that failed."""
+    """Return notes on what the searches could not do.
+
+    These are integer programs without an answer, under any constraints, and techniques of `constraints` that failed.
+    """
     undecided, dropped = session.searches.undecided, session.searches.dropped(constraints)
     if not undecided:
         return dropped

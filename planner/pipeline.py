@@ -14,6 +14,7 @@ This is the only file of the planner that rehearses rewritten steps (`planner.re
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import time
 from collections.abc import Iterator, Sequence
@@ -118,9 +119,12 @@ def _nearest(
 ) -> tuple[Certified, tuple[str, ...]]:
     """Return the plan to report if no plan fits, and a note if the time was up before the smallest plan was found."""
     try:
-        with session.watch.leaving(lambda: session.seconds_of_smallest):
+        with session.watch.leaving(lambda: session.seconds_to_measure_smallest):
             return fitting.nearest(session, space, constraints), ()
     except TimeIsUp:
+        slower = session.best_known(dataclasses.replace(constraints, max_slowdown=None))
+        if slower is not None:
+            return slower, (early_note(session, constraints),)
         note = (
             f"planning ended {session.watch.cause}: no plan that fits was found. This is the smallest plan that was "
             "found; a smaller one may exist"
@@ -144,6 +148,7 @@ def tradeoff_workload(
             certified are returned.
 
     Raises:
+        DecisionError: freezing is forced.
         TimeLimitError: the time was up before any plan was certified.
     """
     began = time.perf_counter()
@@ -154,7 +159,7 @@ def tradeoff_workload(
         before_rehearsal = time.perf_counter()
         baseline = session.baseline
         before_assembly = time.perf_counter()
-        as_it_is = assemble_plan(session, baseline, constraints, None, began=began)
+        baseline_plan = assemble_plan(session, baseline, constraints, None, began=began)
         found = front(
             session,
             constraints,
@@ -162,7 +167,7 @@ def tradeoff_workload(
             rehearsal_seconds=before_assembly - before_rehearsal,
             assembly_seconds=time.perf_counter() - before_assembly,
         )
-        return assemble_tradeoff(session, as_it_is, found, constraints, budget, began=began)
+        return assemble_tradeoff(session, baseline_plan, found, constraints, budget, began=began)
 
 
 def largest_step(workloads: Sequence[Workload], card: DeviceProfile, watch: Watch | None = None) -> Workload:

@@ -924,9 +924,9 @@ FAULTS = (
     Fault(
         name="the-solver-takes-no-time-in-a-guess",
         path="planner/choose/planning_session.py",
-        old="other.searches = self.searches.of_guesses()",
+        old="other.searches = self.searches.add_guesses()",
         new="other.searches = Searches()",
-        tests=("tests/choose/test_head_start.py::test_the_time_of_the_solver_is_that_of_the_guess_too",),
+        tests=("tests/choose/test_head_start.py::test_the_solver_time_includes_that_of_the_guess",),
         why="a plan says that the solver took 0.00 s, although it took seconds",
     ),
 )

@@ -137,19 +137,23 @@ def least_updates(
     *,
     is_frozen: bool,
 ) -> dict[bool, LeastUpdate]:
-    """Returns lower bounds on updates with 8-bit state (True) and with another kernel (False).
+    """Returns lower bounds on the time and the state of an update, by whether the state has 8 bits (`Bounds.updates`).
 
-    The bounds are 0 if a prefix of the model is frozen, and for a step of the user's own.
+    The times are 0 if a prefix of the model is frozen, and for a step of the user's own.
 
     Args:
+        card: the card, whose memory bandwidth limits the update.
         graph: the recording of the baseline.
         with_state: the trained parameters for which the optimizer has state.
+        is_frozen: True if a prefix of the model is frozen in every configuration.
     """
     if is_frozen or workload.step is not None:
         return {True: LeastUpdate(ns=0, state_bytes=0), False: LeastUpdate(ns=0, state_bytes=None)}
-    once_bytes = sum(3 * p.numel() * p.itemsize for p in with_state)  # read with its gradient, and written
+    # A parameter and its gradient are read, and the parameter is written.
+    once_bytes = sum(3 * p.numel() * p.itemsize for p in with_state)
     eight_bit_bytes = least_state_bytes(workload.model, with_state)
-    moved_bytes = graph.bytes_of(Category.OPTIMIZER_STATE) * moves_all_its_state(workload.optimizer)
+    # The baseline's optimizer may leave a part of its state untouched.
+    moved_bytes = graph.bytes_of(Category.OPTIMIZER_STATE) if moves_all_its_state(workload.optimizer) else 0
 
     def ns(state_bytes: int) -> int:
         return roofline.transfer_ns(once_bytes + 2 * state_bytes, card)

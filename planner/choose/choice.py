@@ -24,7 +24,7 @@ class Prediction:
         """
         Args:
             predicted_steps: function that returns the predicted allocations of two steps of the plan.
-            watch: limits the time of a prediction; None for no limit.
+            watch: is checked before each replay of the allocator; None for no time limit.
         """
         self._predicted_steps, self._watch = predicted_steps, watch
         self._missing_bytes: dict[tuple[DeviceProfile, int, tuple[Config, ...], bool], int] = {}
@@ -32,7 +32,11 @@ class Prediction:
     def missing_bytes(
         self, card: DeviceProfile, vram_bytes: int, alternatives: tuple[Config, ...], fastest: bool
     ) -> int:
-        """Returns how many bytes the plan lacks; 0 if it may fit. For the arguments see `predicted_missing_bytes`."""
+        """Returns how many bytes the plan lacks; 0 if it may fit. For the arguments see `predicted_missing_bytes`.
+
+        Raises:
+            TimeIsUp: the time of the watch is up.
+        """
         asked = card, vram_bytes, alternatives, fastest
         if asked not in self._missing_bytes:
             self._missing_bytes[asked] = predicted_missing_bytes(self._predicted_steps(), *asked, self._watch)

@@ -74,7 +74,8 @@ def front(
         session: a session without a budget.
         vram_bytes: the user's budget, at which a plan is searched too; None if there is none.
         rehearsal_seconds: time in seconds that the rehearsal of the baseline took.
-        assembly_seconds: time in seconds that the caller will take for each point. The search leaves it.
+        assembly_seconds: time in seconds that the caller needs to assemble one plan. The search ends early enough for
+            all plans; 0 reserves no time.
 
     Raises:
         DecisionError: freezing is forced. Frozen prefixes are searched at the user's budget only, as a last resort.
@@ -90,8 +91,14 @@ def front(
     def search() -> bool:
         if session.recordings.is_dropped:  # plans from wrong recordings may recompute a module that must not run twice
             points.clear()
-        certification = BackgroundCertification(session, 2 * rehearsal_seconds)  # as long again for the smallest budget
-        with session.watch.leaving(lambda: assembly_seconds * (len(certification.points) + 1)):
+        # The search for the smallest budget of a plan takes about as long as its rehearsal.
+        certification = BackgroundCertification(session, 2 * rehearsal_seconds)
+
+        def seconds_to_assemble() -> float:
+            plans = len(points) + len(certification.points) + 1  # and the baseline, which is added if the time is up
+            return assembly_seconds * plans
+
+        with session.watch.leaving(seconds_to_assemble):
             return _search(session, constraints, vram_bytes, certification, points)
 
     is_complete = fitting.repeated_if_dropped(session, search)
@@ -174,7 +181,8 @@ def _search_budgets(
     answers.search_between()
     # With slack, the plan with the smallest promise may be neither the smallest nor the fastest one of its size.
     try:
-        smallest = fitting.smallest(budgeted, space, constraints)
+        with session.watch.leaving(lambda: session.seconds_to_measure_smallest):
+            smallest = fitting.smallest(budgeted, space, constraints)
     except TimeIsUp:
         points.append(budgeted.smallest_known())
         raise

@@ -50,7 +50,7 @@ Arguments: the decisions of the step, the names of the trained parameters.
 """
 
 _MEASUREMENTS = 12
-"""To search for the smallest budget of a plan takes about as long as this number of measurements."""
+"""A search for the smallest budget in which a plan runs takes about as long as this number of measurements."""
 
 
 class PlanningSession:
@@ -103,7 +103,7 @@ class PlanningSession:
         self._start_forward = start_forward
         self.searches = Searches()
         self._seconds_to_measure = [0.0]
-        """Time in seconds that each measurement of a recording took."""
+        """Wall times in seconds of all measurements, after a first 0. Copies of the session share this list."""
 
     def search_space(self, constraints: Constraints) -> SearchSpace:
         """Return the search space of the plan. Raises `DecisionError` if a forced technique cannot be used."""
@@ -175,7 +175,7 @@ class PlanningSession:
         config, whole = (() if () in precisions else precisions[-1]), MicroBatching(micro_batches=1, size=size)
         self._guessed_trained = self.recordings.trained(config, whole)
         other = self._copy()
-        other.searches = self.searches.of_guesses()
+        other.searches = self.searches.add_guesses()
         other.baseline_graph = self.recordings.of(config, whole)
         return other
 
@@ -280,7 +280,7 @@ class PlanningSession:
         return self.measure_at_smallest_budget(min(known, key=lambda plan: plan.measured.curve_bytes))
 
     @property
-    def seconds_of_smallest(self) -> float:
+    def seconds_to_measure_smallest(self) -> float:
         """Estimated time in seconds that `smallest_known` takes."""
         return _MEASUREMENTS * max(self._seconds_to_measure)
 

@@ -52,8 +52,11 @@ class Searches:
         self._failed: dict[_Failure, StepError] = {}
         self._guesses: list[Searches] = []
 
-    def of_guesses(self) -> Searches:
-        """Returns searches for choices that are only guesses. Here, only their time in the solver counts."""
+    def add_guesses(self) -> Searches:
+        """Returns the new searches of a session whose choices are only guesses.
+
+        The time that they spend in the solver is part of `solve_seconds`. Nothing else of them counts in this object.
+        """
         self._guesses.append(Searches())
         return self._guesses[-1]
 

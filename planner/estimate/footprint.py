@@ -177,8 +177,8 @@ class AllocatingStep:
     card: DeviceProfile
     fastest: bool = dataclasses.field(default=False, kw_only=True)
     """True if each convolution must run its first algorithm. Otherwise it takes the one that fits."""
-    watch: Watch | None = dataclasses.field(default=None, kw_only=True)
-    """Limits the time; None for no limit."""
+    watch: Watch = dataclasses.field(default_factory=Watch, kw_only=True, compare=False)
+    """Is checked before each replay."""
 
     @functools.cached_property
     def _stream(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -239,8 +239,7 @@ class AllocatingStep:
         Raises:
             TimeIsUp: the time of the watch is up.
         """
-        if self.watch is not None:
-            self.watch.check()
+        self.watch.check()
         ids, sizes, _ = self._stream
         trials = self._trials if tries else {}
         again = self._last_round if repeats else None

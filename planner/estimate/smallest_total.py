@@ -97,12 +97,13 @@ def predicted_missing_bytes(
         graph: the predicted allocations (`planner.recompute.selected_step`).
         vram_bytes: the budget in bytes.
         alternatives, fastest: as in `smallest_of`.
-        watch: limits the time; None for no limit.
+        watch: is checked before each replay; None for no time limit.
 
     Raises:
         TimeIsUp: the time of the watch is up.
     """
-    step, enough_bytes = AllocatingStep(graph, card, fastest=fastest, watch=watch), vram_bytes + _TOLERANCE_BYTES
+    step = AllocatingStep(graph, card, fastest=fastest, watch=watch or Watch())
+    enough_bytes = vram_bytes + _TOLERANCE_BYTES
     if not card.allocator or any(step.runs_within(enough_bytes, decisions) for decisions in alternatives):
         return 0
     return _TOLERANCE_BYTES + missing_bytes(step, enough_bytes, alternatives)
@@ -117,6 +118,9 @@ def missing_bytes(step: AllocatingStep, vram_bytes: int, alternatives: Sequence[
         step: a step that does not run within the budget.
         vram_bytes: the budget in bytes, in which the step does not run.
         alternatives: as in `smallest_of`.
+
+    Raises:
+        TimeIsUp: the time of the step's watch is up.
     """
     search = _Search(step, alternatives, _error_bytes(vram_bytes))
     return max(search.smallest_total_bytes(vram_bytes) - vram_bytes, 1)

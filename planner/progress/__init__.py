@@ -149,7 +149,11 @@ class Watch:
                 self._is_working = False
 
     def checking(self, items: Iterable[T], *, every: int = 1) -> Iterator[T]:
-        """Yield the items, and call `check` before every `every`-th of them."""
+        """Yield the items. Call `check` before the first item, and again after every `every` items.
+
+        Raises:
+            TimeIsUp: a limit is over.
+        """
         for number, item in enumerate(items):
             if number % every == 0:
                 self.check()
@@ -181,7 +185,7 @@ class Watch:
     def leaving(self, seconds: Callable[[], float]) -> Iterator[None]:
         """End a part of planning early enough that time is left for what follows it.
 
-        If it is used inside itself, both times are left.
+        These contexts may be nested: the sum of their times is left.
 
         Args:
             seconds: returns the time in seconds to leave. It is called at each check, so that its result may change.

@@ -70,7 +70,10 @@ def holds_of(
     Args:
         gathers: by number of a unit, the gathers that the step repeats if the unit is selected.
         exclusive: for each unit, the units that may not be selected together with it.
-        watch: limits the time.
+        watch: is checked after every `_BETWEEN_CHECKS` saved tensors or storages.
+
+    Raises:
+        TimeIsUp: the time of the watch is up.
     """
     pieces: dict[int, list[_Piece]] = defaultdict(list)
     copies: dict[int, list[_Piece]] = defaultdict(list)  # of a storage that exists twice

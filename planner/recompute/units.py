@@ -173,7 +173,7 @@ def units_of(
         host_copies: gives the time of copies to the host and back; None if no unit may be offloaded.
         gathers: gathers that the recording repeats, each with the time in ns that leaving it out would save.
         excluded: techniques that must not be applied to some modules.
-        watch: limits the time; None for no limit.
+        watch: is checked before each module or segment; None for no time limit.
 
     Raises:
         TimeIsUp: the time of the watch is up.

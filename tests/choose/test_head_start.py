@@ -125,14 +125,14 @@ def test_a_tradeoff_is_searched_again_if_recordings_are_wrong(monkeypatch):
     assert found() == points
 
 
-def test_the_time_of_the_solver_is_that_of_the_guess_too(monkeypatch):
+def test_the_solver_time_includes_that_of_the_guess(monkeypatch):
     """The search after the baseline takes the answers of the guess, and solves nothing again."""
     solve, solved = Search.solve, []
 
-    def slow(self, *of, **options):
+    def slow(self, *arguments, **options):
         time.sleep(0.2)
-        solved.append(of)
-        return solve(self, *of, **options)
+        solved.append(arguments)
+        return solve(self, *arguments, **options)
 
     monkeypatch.setattr(Search, "solve", slow)
     assert planned().solver.seconds >= 0.2 * len(solved) > 0

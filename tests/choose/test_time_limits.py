@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
@@ -44,9 +45,9 @@ def work():
     return workload(net, (torch.zeros(256, 16),), loss_fn=lambda output, batch: output.mean())
 
 
-def planned(vram: str | None, watch: Watch):
+def planned(vram: str | None, watch: Watch, constraints=CONSTRAINTS):
     card, vram_bytes = card_and_budget("bare", vram)
-    return pipeline.plan_workload(work(), card, vram_bytes=vram_bytes, constraints=CONSTRAINTS, watch=watch)
+    return pipeline.plan_workload(work(), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +85,38 @@ def test_a_prediction_checks_the_time_before_each_replay_and_is_made_again_after
 def test_the_search_for_the_smallest_plan_leaves_the_time_to_measure_the_smallest_known_one(monkeypatch):
     whole = planned("4KiB", Watch(seconds=600))
     assert not whole.fits and not any("planning ended" in note for note in whole.notes)
-    monkeypatch.setattr(PlanningSession, "seconds_of_smallest", 1e6)
+    monkeypatch.setattr(PlanningSession, "seconds_to_measure_smallest", 1e6)
     early = planned("4KiB", Watch(seconds=600))
     assert not early.fits and "no plan that fits was found" in early.notes[0]
 
 
 def test_the_time_to_measure_the_smallest_plan_follows_from_the_longest_measurement(monkeypatch):
-    measure, estimates = pipeline.fitting.nearest, []
+    nearest, estimates = pipeline.fitting.nearest, []
 
-    def slow(session, *of):
+    def slow(session, *arguments):
         session._seconds_to_measure.append(5.0)
-        estimates.append(session.with_slower_algorithms().seconds_of_smallest)
-        return measure(session, *of)
+        estimates.append(session.with_slower_algorithms().seconds_to_measure_smallest)
+        return nearest(session, *arguments)
 
     monkeypatch.setattr(pipeline.fitting, "nearest", slow)
     planned("4KiB", Watch())
     assert estimates == [60.0]
+
+
+def test_a_plan_that_fits_but_is_too_slow_is_reported_when_the_time_is_up_after_it_was_found(monkeypatch):
+    constraints = dataclasses.replace(CONSTRAINTS, max_slowdown=1.0)
+    whole = planned("150000B", Watch(), constraints)
+    assert whole.decisions and whole.peak.total_bytes <= 150_000 and whole.slowdown > 1
+
+    def ends(*arguments):
+        nearest(*arguments)
+        raise TimeIsUp
+
+    nearest = pipeline.fitting.nearest
+    monkeypatch.setattr(pipeline.fitting, "nearest", ends)
+    early = planned("150000B", Watch(), constraints)
+    assert early.decisions == whole.decisions and early.peak == whole.peak
+    assert "with the best plan that was certified by then" in early.notes[0]
 
 
 def test_no_relaxation_is_prepared_when_the_time_is_up(monkeypatch):
@@ -117,9 +134,9 @@ def test_a_trade_off_leaves_the_time_to_assemble_its_plans(monkeypatch):
     card, _ = card_and_budget("bare", None)
     asked, assemble = [], pipeline.assemble_plan
 
-    def slow(*of, **options):
+    def slow(*arguments, **options):
         time.sleep(0.3)
-        return assemble(*of, **options)
+        return assemble(*arguments, **options)
 
     def front(session, constraints, **times):
         asked.append(times)
