@@ -118,8 +118,9 @@ def _nearest(
     session: PlanningSession, space: SearchSpace, constraints: Constraints
 ) -> tuple[Certified, tuple[str, ...]]:
     """Return the plan to report if no plan fits, and a note if the time was up before the smallest plan was found."""
+    most_seconds = session.watch.left_seconds / 2
     try:
-        with session.watch.leaving(lambda: session.seconds_to_measure_smallest):
+        with session.watch.leaving(lambda: min(session.seconds_to_measure_smallest, most_seconds)):
             return fitting.nearest(session, space, constraints), ()
     except TimeIsUp:
         slower = session.best_known(dataclasses.replace(constraints, max_slowdown=None))
@@ -129,7 +130,8 @@ def _nearest(
             f"planning ended {session.watch.cause}: no plan that fits was found. This is the smallest plan that was "
             "found; a smaller one may exist"
         )
-        return session.smallest_known(), (note,)
+        with session.watch.after_end():
+            return session.smallest_known(), (note,)
 
 
 def tradeoff_workload(

@@ -44,8 +44,8 @@ FAULTS = (
     Fault(
         name="no-time-to-measure-the-smallest-plan",
         path="planner/pipeline.py",
-        old="session.watch.leaving(lambda: session.seconds_to_measure_smallest)",
-        new="session.watch.leaving(lambda: 0.0)",
+        old="min(session.seconds_to_measure_smallest, most_seconds)",
+        new="0.0",
         tests=(f"{_TESTS}::test_the_search_for_the_smallest_plan_leaves_the_time_to_measure_the_smallest_known_one",),
         why=_LATE,
     ),
@@ -80,5 +80,13 @@ FAULTS = (
         new="        slower = None\n",
         tests=(f"{_TESTS}::test_a_plan_that_fits_but_is_too_slow_is_reported_when_the_time_is_up_after_it_was_found",),
         why="the smallest plan is reported as if no plan fitted, although one was found that is slower than allowed",
+    ),
+    Fault(
+        name="the-smallest-total-is-searched-to-the-end",
+        path="planner/estimate/smallest_total.py",
+        old="        return self._until.left_seconds <= 0\n",
+        new="        return False\n",
+        tests=(f"{_TESTS}::test_a_search_for_the_smallest_total_that_is_ended_returns_a_total_in_which_the_step_runs",),
+        why="a search for the smallest total takes up to a minute after the time limit",
     ),
 )

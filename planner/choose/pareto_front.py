@@ -184,7 +184,8 @@ def _search_budgets(
         with session.watch.leaving(lambda: session.seconds_to_measure_smallest):
             smallest = fitting.smallest(budgeted, space, constraints)
     except TimeIsUp:
-        points.append(budgeted.smallest_known())
+        with session.watch.after_end():
+            points.append(budgeted.smallest_known())
         raise
     points.append(smallest)
     points.append(_no_larger(session, constraints, smallest))

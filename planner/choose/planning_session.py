@@ -356,8 +356,12 @@ class PlanningSession:
         return choice.prediction.missing_bytes(self.card, usable_bytes, alternatives, self._only_fastest)
 
     def smallest_budget_bytes(self, certified: Certified) -> int:
-        """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`)."""
-        return smallest_of(certified.graph, self.card, certified.choice.with_each_allocator, fastest=self._only_fastest)
+        """Returns the smallest total in bytes in which a certified step runs, or up to 1 MiB more (`smallest_of`).
+
+        It is larger if the time is up before the search for it is complete.
+        """
+        fastest, alternatives = self._only_fastest, certified.choice.with_each_allocator
+        return smallest_of(certified.graph, self.card, alternatives, fastest=fastest, until=self.watch)
 
     def missing_bytes(self, certified: Certified) -> int:
         """Returns the number of bytes that a certified plan lacks to fit the budget, at least 1.

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 
-_RARE_COLLECTIONS = (100_000, 50, 50)
+RARE_COLLECTIONS = (100_000, 50, 50)
 """Thresholds with which Python's garbage collector runs rarely. Imports create about a million objects that stay alive,
 so that searching them for cycles frees almost nothing."""
 
@@ -17,7 +17,7 @@ so that searching them for cycles frees almost nothing."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Ctrl-C while its modules are imported gives one line as well."""
     if arguments is None:  # the process ends with the command
-        gc.set_threshold(*_RARE_COLLECTIONS)
+        gc.set_threshold(*RARE_COLLECTIONS)
         atexit.register(_skip_last_collection)
     try:
         from planner.cli import command
@@ -45,4 +45,13 @@ def _skip_last_collection() -> None:
         gc.freeze()
 
 
-__all__ = ["main"]
+def keep_imports() -> None:
+    """Keeps Python from searching the objects of the modules that are imported for cycles, if the command is a process.
+
+    Call it before the user's code is imported: the objects of that code are searched when the process exits.
+    """
+    if gc.get_threshold() == RARE_COLLECTIONS:
+        gc.freeze()
+
+
+__all__ = ["keep_imports", "main"]

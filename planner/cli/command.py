@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from planner.cli import keep_imports
 from planner.cli.hub import refuse_unreachable
 from planner.cli.option_checks import emitted_form, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.cli.options import parser
@@ -274,6 +275,7 @@ def _answer(options: argparse.Namespace, watch: Watch, end: Callable[[], None]) 
     with _ended_by_ctrl_c(watch), ended_if_stuck(watch, end):
         from planner.cli import answer
 
+        keep_imports()
         return answer.answer(options, watch)
 
 

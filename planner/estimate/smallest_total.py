@@ -66,10 +66,15 @@ def smallest_of(
     *,
     fastest: bool = False,
     within_bytes: int = MIB,
+    until: Watch | None = None,
 ) -> int:
     """Returns the smallest total in bytes in which the step runs with any of the alternatives for its decisions.
 
     The alternatives differ in the options of the allocator. The other arguments are those of `smallest_total_bytes`.
+
+    Args:
+        until: when its time is up, the search ends, and the smallest total that it has found is returned. None for no
+            time limit.
 
     Raises:
         ValueError: there is no alternative.
@@ -78,7 +83,7 @@ def smallest_of(
     if not possible:
         raise ValueError("there is no alternative: give at least one, which may have no decision")
     step = AllocatingStep(graph, card, fastest=fastest)
-    return _Search(step, possible, within_bytes).smallest_total_bytes()
+    return _Search(step, possible, within_bytes, until).smallest_total_bytes()
 
 
 def predicted_missing_bytes(
@@ -153,8 +158,14 @@ def _error_bytes(vram_bytes: int) -> int:
 class _Search:
     """Searches for the smallest total of a step with several alternatives for the options of the allocator."""
 
-    def __init__(self, step: AllocatingStep, alternatives: Sequence[tuple[Decision, ...]], within_bytes: int) -> None:
-        self._step, self._within_bytes = step, within_bytes
+    def __init__(
+        self,
+        step: AllocatingStep,
+        alternatives: Sequence[tuple[Decision, ...]],
+        within_bytes: int,
+        until: Watch | None = None,
+    ) -> None:
+        self._step, self._within_bytes, self._until = step, within_bytes, until or Watch()
         self._settings = [without_limit(settings_on(step.card, decisions)) for decisions in alternatives]
         """Allocator settings of the alternatives. The alternative with which the latest replay ran comes first, because
         the step probably runs under a smaller limit with it, too."""
@@ -179,7 +190,7 @@ class _Search:
         first, *others = self._settings
         found = self._bisected([first], low, high, repeats=False)
         for settings in others:  # bisected only if the step runs with it in less
-            if found - within_bytes <= low:
+            if found - within_bytes <= low or self._is_over:
                 break
             less_bytes = self._reserved_bytes([settings], found - within_bytes, repeats=False)
             if less_bytes is not None:
@@ -189,6 +200,11 @@ class _Search:
             repeated_bytes = self._reserved_bytes(self._settings, found)
             found = self._repeated(found, high) if repeated_bytes is None else repeated_bytes
         return found + step.card.outside_bytes
+
+    @property
+    def _is_over(self) -> bool:
+        """True if the time is up: the limits that are known to be large enough are not lowered any more."""
+        return self._until.left_seconds <= 0
 
     def _reserved_without_limit(self) -> int:
         """Returns the bytes that the step reserves without a limit, or a little more if algorithms are tried out."""
@@ -209,7 +225,7 @@ class _Search:
             high: a limit that is large enough.
         """
         increment = _FIRST_INCREMENT * self._within_bytes
-        while low + increment < high:
+        while low + increment < high and not self._is_over:
             reserved_bytes = self._reserved_bytes(self._settings, low + increment)
             if reserved_bytes is not None:
                 high = reserved_bytes
@@ -219,7 +235,7 @@ class _Search:
 
     def _bisected(self, possible: list[AllocatorSettings], low: int, high: int, *, repeats: bool = True) -> int:
         """Returns the limit that is found by bisection, between one that is too small and one that is large enough."""
-        while high - low > self._within_bytes:
+        while high - low > self._within_bytes and not self._is_over:
             middle = (low + high) // 2
             reserved_bytes = self._reserved_bytes(possible, middle, repeats=repeats)
             low, high = (middle, high) if reserved_bytes is None else (low, reserved_bytes)

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from planner import pipeline
-from planner.choose import pareto_front
+from planner.choose import pareto_front, planning_session
 from planner.choose.choice import Prediction
 from planner.choose.planning_session import PlanningSession
+from planner.estimate.footprint import AllocatingStep, measure, runs_within
 from planner.estimate.roofline import op_times_ns
-from planner.estimate.smallest_total import predicted_missing_bytes
+from planner.estimate.smallest_total import predicted_missing_bytes, smallest_of
 from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.decisions import Allocator
 from planner.profiles import bare
 from planner.progress import TimeIsUp, Watch
 from planner.recompute import holds
@@ -86,7 +88,16 @@ def test_the_search_for_the_smallest_plan_leaves_the_time_to_measure_the_smalles
     whole = planned("4KiB", Watch(seconds=600))
     assert not whole.fits and not any("planning ended" in note for note in whole.notes)
     monkeypatch.setattr(PlanningSession, "seconds_to_measure_smallest", 1e6)
-    early = planned("4KiB", Watch(seconds=600))
+    watch = Watch(seconds=600)
+    nearest = pipeline.fitting.nearest
+
+    def late(*arguments):
+        assert 250 < watch.left_seconds <= 300  # half of the time is left for the measurement
+        monkeypatch.setattr(watch, "_deadlines", [time.monotonic() + 200])  # less than what is left for it
+        return nearest(*arguments)
+
+    monkeypatch.setattr(pipeline.fitting, "nearest", late)
+    early = planned("4KiB", watch)
     assert not early.fits and "no plan that fits was found" in early.notes[0]
 
 
@@ -157,3 +168,39 @@ def test_the_front_ends_when_only_the_time_to_assemble_it_is_left(assembly_secon
         session.expect(CONSTRAINTS)
         found = pareto_front.front(session, CONSTRAINTS, vram_bytes=None, assembly_seconds=assembly_seconds)
     assert not found.complete and len(found.points) <= 600 / assembly_seconds + 1
+
+
+def test_a_search_for_the_smallest_total_that_is_ended_returns_a_total_in_which_the_step_runs(graph, monkeypatch):
+    card, replay, replays = card_and_budget("rtx-3090", "1GiB")[0], AllocatingStep.replay, []
+
+    def counted(*arguments, **options):
+        replays.append(arguments)
+        return replay(*arguments, **options)
+
+    monkeypatch.setattr(AllocatingStep, "replay", counted)
+    alternatives = ((), (Allocator(expandable_segments=True),))
+    smallest, ended = smallest_of(graph, card, alternatives, within_bytes=1), Watch()
+    ended.end()
+    whole = len(replays)
+    quick = smallest_of(graph, card, alternatives, within_bytes=1, until=ended)
+    assert len(replays) - whole <= 2 < whole
+    assert smallest <= quick <= measure(graph, card, vram_bytes=None).footprint.total_bytes
+    assert any(runs_within(graph, card, quick, decisions) for decisions in alternatives)
+    with ended.after_end():
+        assert smallest_of(graph, card, alternatives, within_bytes=1, until=ended) == smallest
+
+
+def test_the_smallest_known_plan_is_reported_soon_after_the_time_is_up(monkeypatch):
+    """Half of the time that is left when nothing fits is used for the search, if the measurement may take longer."""
+    asked, search = [], planning_session.smallest_of
+
+    def watched(*arguments, until, **options):
+        asked.append(until.left_seconds)
+        return search(*arguments, until=until, **options)
+
+    monkeypatch.setattr(planning_session, "smallest_of", watched)
+    monkeypatch.setattr(PlanningSession, "seconds_to_measure_smallest", 1e6)
+    watch = CountingWatch(seconds=600)
+    plan = planned("4KiB", watch)
+    assert not plan.fits and asked and all(seconds > 200 for seconds in asked)
+    assert not any("planning ended" in note for note in plan.notes)
