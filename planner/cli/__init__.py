@@ -50,7 +50,7 @@ def keep_imports() -> None:
 
     Call it before the user's code is imported: the objects of that code are searched when the process exits.
     """
-    if gc.get_threshold() == RARE_COLLECTIONS:
+    if gc.get_threshold() == RARE_COLLECTIONS:  # `main` sets these thresholds only for a process that ends with it
         gc.freeze()
 
 

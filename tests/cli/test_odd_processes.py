@@ -301,3 +301,18 @@ def test_a_file_that_the_models_code_holds_in_a_cycle_is_written(tmp_path):
         command = [sys.executable, "-m", "planner.cli", *words, "--gpu", "bare"]
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
         assert (tmp_path / "log.txt").read_text() == "built"
+
+
+def test_the_objects_of_imported_libraries_are_not_searched_for_cycles_when_the_command_exits(tmp_path):
+    """They are frozen before the model's code is imported, and only if the process belongs to the command."""
+    (tmp_path / "net.py").write_text(
+        "import gc\n\nfrozen = gc.get_freeze_count()\nimport torch\n\n\n"
+        "def build():\n"
+        "    open('frozen.txt', 'w').write(str(frozen))\n"
+        "    return torch.nn.Linear(4, 4), torch.zeros(2, 4), lambda output, batch: output.mean()\n"
+    )
+    words = ["net.py:build", "--vram", "1GiB", "--gpu", "bare"]
+    as_function = [sys.executable, "-c", f"from planner.cli import main; main({words!r})"]
+    for command, is_frozen in (([sys.executable, "-m", "planner.cli", *words], True), (as_function, False)):
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        assert (int((tmp_path / "frozen.txt").read_text()) > 100_000) == is_frozen
