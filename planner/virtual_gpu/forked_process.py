@@ -10,14 +10,12 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import wait as wait_for
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -25,6 +23,7 @@ import torch
 from planner.errors import MachineError, PlannerError, RehearsalProcessError
 from planner.progress import Watch
 from planner.spawned import CannotBeSentError, NewProcess, Send, ended_from_outside, lower_priority
+from planner.spawned.answer import Answer
 from planner.spawned.interrupts import Handlers, interrupts_held_back
 from planner.spawned.lifetime import end_with
 
@@ -120,8 +119,6 @@ class _Fork:
 
     _pid: int | None = None
     """Id of the process; None before it was forked, and after its end."""
-    _reader: int | None = None
-    """Descriptor of the pipe with the child's answer; None before it was opened, and after the end of the process."""
     _status: int | None = None
     """Status of the process, as `os.waitpid` returns it; None before its end, or if the system has dropped it."""
 
@@ -133,14 +130,12 @@ class _Fork:
             )
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None in a process without a console
             stream.flush()
-        self._parent = os.getpid()
+        self._parent, self._answer = os.getpid(), Answer()
         try:
             with interrupts_held_back() as handlers:
-                self._reader, writer = _pipe()
-                try:
-                    self._pid = _forked(function, self._reader, writer, handlers)
-                finally:
-                    os.close(writer)
+                self._answer.open()
+                self._pid = _forked(function, self._answer, handlers)
+                self._answer.close("writer")
         except BaseException:
             self.end()
             raise
@@ -155,22 +150,17 @@ class _Fork:
             self.end()
 
     def end(self) -> None:
-        """Ends the process. A second call does nothing, because the first one drops the process id and the pipe."""
+        """Ends the process. A second call does nothing, because the first one drops the process id and the answer."""
         with interrupts_held_back():
             if self._pid is not None:
                 with contextlib.suppress(ProcessLookupError):  # it has ended, and the system has dropped its status
                     os.kill(self._pid, signal.SIGKILL)
                 self._reap()
-            self._close()
+            self._answer.close()
 
     @property
     def is_ready(self) -> bool:
-        return self._reader is None or bool(wait_for([self._reader], timeout=0))
-
-    def _close(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            os.close(reader)
+        return self._answer.is_ready
 
     def _reap(self, options: int = 0) -> bool:
         """Waits for the end of the process. Drops its id, and stores its status, if it has ended.
@@ -192,43 +182,29 @@ class _Fork:
 
     def wait(self, check: Callable[[], None], receive: Callable[[str, Any], None]) -> Any:
         try:
-            answer = b"".join(self._chunks(check))
+            has_answer = self._answer.wait(check, _SECONDS_BETWEEN_CHECKS)
             pause = _SHORTEST_PAUSE
             while self._pid is not None:  # the user's code may have closed the pipe, and go on
                 check()
                 with interrupts_held_back():
                     if self._reap(os.WNOHANG):
-                        self._close()
                         break
                 time.sleep(pause)
                 pause = min(2 * pause, _SECONDS_BETWEEN_CHECKS)
-        except BaseException:  # For example an interrupt (Ctrl-C), which the child may not have received.
+            status = self._status
+            number = None if status is None or not os.WIFSIGNALED(status) else os.WTERMSIG(status)
+            if number is not None and (why := ended_from_outside(number)) is not None:
+                raise MachineError(f"the child process that rehearses the step was ended: {why}")
+            if not has_answer or number is not None:
+                raise RehearsalProcessError(
+                    f"the child process that rehearses the step ended without a result: {_cause(status)}"
+                )
+            kind, value = self._answer.read()
+        finally:  # an error may be an interrupt (Ctrl-C), which the child may not have received
             self.end()
-            raise
-        status = self._status
-        number = None if status is None or not os.WIFSIGNALED(status) else os.WTERMSIG(status)
-        if number is not None and (why := ended_from_outside(number)) is not None:
-            raise MachineError(f"the child process that rehearses the step was ended: {why}")
-        if not answer or number is not None:
-            raise RehearsalProcessError(
-                f"the child process that rehearses the step ended without a result: {_cause(status)}"
-            )
-        kind, value = pickle.loads(answer)
         if kind == "value":
             return value
         raise value
-
-    def _chunks(self, check: Callable[[], None]) -> Iterator[bytes]:
-        """Yields the parts of the child's answer as they arrive."""
-        assert self._reader is not None, "the process has ended"
-        while True:
-            check()
-            if not wait_for([self._reader], timeout=_SECONDS_BETWEEN_CHECKS):
-                continue
-            chunk = os.read(self._reader, 1 << 20)
-            if not chunk:
-                return
-            yield chunk
 
 
 def end_all(children: Iterable[Running]) -> None:
@@ -238,30 +214,11 @@ def end_all(children: Iterable[Running]) -> None:
             child.end()
 
 
-def _pipe() -> tuple[int, int]:
-    """Returns the ends of a new pipe. Raises `MachineError` if the process may open no further files."""
-    try:
-        ends = os.pipe()
-        if min(ends) > 2:
-            return ends
-        import fcntl  # on Windows no process is forked
-
-        moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
-    except OSError as error:
-        raise MachineError(
-            f"this process cannot open a pipe for a rehearsal ({error.strerror}): close files, or raise the limit "
-            "(`ulimit -n`)"
-        ) from error
-    for end in ends:  # a process without standard streams gave the pipe their numbers
-        os.close(end)
-    return moved[0], moved[1]
-
-
-def _forked(function: Callable[[Refuse], Any], reader: int, writer: int, handlers: Handlers) -> int:
+def _forked(function: Callable[[Refuse], Any], answer: Answer, handlers: Handlers) -> int:
     """Forks a child that computes the function and never leaves this call. Returns its process id.
 
     Args:
-        reader, writer: the ends of the pipe through which the child sends its answer.
+        answer: the child sends its answer with it.
         handlers: the handlers of signals that the child gets.
 
     Raises:
@@ -276,10 +233,10 @@ def _forked(function: Callable[[Refuse], Any], reader: int, writer: int, handler
             pid = os.fork()
         if pid == 0:
             end_with(parent)
-            os.close(reader)
+            answer.close("reader")
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            _serve(function, writer)
+            _serve(function, answer)
         return pid
     except OSError as error:
         raise MachineError(
@@ -326,32 +283,32 @@ def run_in_child(function: Callable[[], Any], watch: Watch | None = None) -> Any
     return Child(lambda refuse: function()).timed_by(watch).result()
 
 
-def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
-    """Runs in the child: computes the answer, sends it to the pipe `writer`, and ends the process.
+def _serve(function: Callable[[Refuse], Any], answer: Answer) -> None:
+    """Runs in the child: computes a value or an error, sends it as the answer, and ends the process.
 
     What the model prints goes to standard error, because a program may read the planner's standard output (`--json`).
     """
 
     def refuse(error: PlannerError) -> NoReturn:
-        _send(writer, ("error", error))
+        answer.send(("error", error))
         os._exit(0)
 
     code = 1
     try:
-        # The parent reads until the pipe is closed in all processes, so those that the model forks close it at once.
-        os.register_at_fork(after_in_child=functools.partial(_close_all, [writer]))
+        # The parent waits until the pipe is closed in all processes, so those that the model forks close it at once.
+        os.register_at_fork(after_in_child=answer.close)
         _print_to_standard_error()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and decides whether to end the child
         torch.set_num_threads(1)
         # The workers of a data loader, too, get classes that cannot be imported by name. Python 3.14 pickles them.
         multiprocessing.set_start_method("fork", force=True)
         try:
-            answer = ("value", function(refuse))
+            result = ("value", function(refuse))
         except PlannerError as error:
-            answer = ("error", error)
+            result = ("error", error)
         except Exception as error:  # Any other error of the user's code is raised in the parent.
-            answer = ("error", _translated(error))
-        _send(writer, answer)
+            result = ("error", _translated(error))
+        answer.send(result)
         code = 0
     finally:
         os._exit(code)
@@ -368,12 +325,6 @@ def _print_to_standard_error() -> None:
                 os.dup2(nowhere, stream)
 
 
-def _close_all(descriptors: list[int]) -> None:
-    """Closes descriptors, and removes them from the list: later, their numbers may belong to other files."""
-    while descriptors:
-        os.close(descriptors.pop())
-
-
 def _translated(error: Exception) -> RehearsalProcessError:
     """Converts an unexpected error to one with a message of one line, and with the traceback as a note."""
     if _NO_BACKWARD_IN_FORK in str(error):
@@ -385,12 +336,6 @@ def _translated(error: Exception) -> RehearsalProcessError:
     failed = RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {first_line}")
     failed.add_note("".join(traceback.format_exception(error)))
     return failed
-
-
-def _send(writer: int, answer: tuple[str, Any]) -> None:
-    """Writes the answer of the child to the pipe and closes it."""
-    with os.fdopen(writer, "wb") as pipe:
-        pickle.dump(answer, pipe, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _cause(status: int | None) -> str:

@@ -212,23 +212,23 @@ def interrupted_wait(monkeypatch) -> None:
 
 
 def test_a_child_whose_end_was_interrupted_can_be_ended_again(interrupted_wait, monkeypatch):
-    """Its pipe and its process id may belong to others by then."""
+    """The numbers of its files and its process id may belong to others by then."""
     child = Child(lambda refuse: time.sleep(WAIT_SECONDS))
-    reader = child._process._reader
+    answer = min(child._process._answer._open.values())
     with pytest.raises(KeyboardInterrupt):
         child.end()
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda process, number: killed.append(process))
     with open(os.devnull, "rb") as file:
-        assert file.fileno() == reader
+        assert file.fileno() == answer
         child.end()
-        os.fstat(reader)
+        os.fstat(answer)
     assert killed == [] and child.is_ready
 
 
 def test_an_interrupt_while_the_end_of_a_child_is_waited_for_leaves_nothing(interrupted_wait):
     child = Child(lambda refuse: 7)
-    process, reader = child._process._pid, child._process._reader
+    process, reader = child._process._pid, child._process._answer._open["reader"]
     with pytest.raises(KeyboardInterrupt):
         child.result()
     with pytest.raises(ChildProcessError):
@@ -379,7 +379,7 @@ def test_a_process_that_may_open_no_more_files_is_refused(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "pipe", refused)
-    with pytest.raises(MachineError, match=r"cannot open a pipe .*Too many open files.*`ulimit -n`"):
+    with pytest.raises(MachineError, match=r"cannot open a file and a pipe .*Too many open files.*`ulimit -n`"):
         run_in_child(lambda: 7)
 
 
@@ -393,6 +393,64 @@ def test_a_process_that_the_model_leaves_behind_is_not_waited_for():
     left = run_in_child(starts_a_process)
     assert time.monotonic() - began < WAIT_SECONDS / 2
     os.kill(left, signal.SIGKILL)
+
+
+def test_a_process_that_outlives_a_child_without_an_answer_is_not_waited_for(tmp_path):
+    def starts_a_process_and_ends() -> None:
+        process = multiprocessing.Process(target=time.sleep, args=(WAIT_SECONDS,), daemon=True)
+        process.start()
+        (tmp_path / "pid").write_text(str(process.pid))
+        os._exit(3)
+
+    began = time.monotonic()
+    with pytest.raises(RehearsalProcessError, match="without a result: exit code 3"):
+        run_in_child(starts_a_process_and_ends)
+    assert time.monotonic() - began < WAIT_SECONDS / 2
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_a_child_with_a_large_answer_need_not_wait_for_its_parent():
+    child = Child(lambda refuse: bytes(8 << 20))
+    process, until = child._process._pid, time.monotonic() + WAIT_SECONDS / 2
+    while os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert child.is_ready
+    assert child.result() == bytes(8 << 20)
+
+
+class _PickledSlowly:
+    """An object that takes a second to be pickled, after other parts of the answer were written."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        time.sleep(1.0)
+        return _PickledSlowly, ()
+
+
+def test_a_child_is_not_ready_while_it_writes_its_answer():
+    child = Child(lambda refuse: (bytes(8 << 20), _PickledSlowly()))
+    while not child.is_ready:
+        time.sleep(0.01)
+    began = time.monotonic()
+    child.result()
+    assert time.monotonic() - began < 0.5
+
+
+@pytest.mark.parametrize("has_memory_files", [True, False])
+def test_an_answer_needs_no_file_in_memory(has_memory_files, monkeypatch):
+    if not has_memory_files:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    assert run_in_child(lambda: list(range(100_000))) == list(range(100_000))
+
+
+def test_a_child_that_is_killed_while_it_writes_its_answer_has_none():
+    class Killed:
+        def __reduce__(self) -> tuple[type, tuple[()]]:
+            os.kill(os.getpid(), signal.SIGSEGV)
+            return Killed, ()
+
+    with pytest.raises(RehearsalProcessError, match="without a result: killed by signal 11"):
+        run_in_child(lambda: (bytes(1 << 20), Killed()))
 
 
 def test_a_process_with_many_open_files_can_be_forked():
