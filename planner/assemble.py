@@ -106,7 +106,7 @@ def assemble_plan(
             *_allocator_notes(certified.choice.decisions),
             *changed_notes(certified.choice.decisions, session.card.alloc_conf),
             *_default_options_notes(session, certified, budget, is_fitting=shortfall is None),
-            *kernel_notes(certified.graph, certified.measured, certified.choice.decisions, session.card),
+            *kernel_notes(certified.graph, certified.measured, certified.choice.decisions, session.card, session.watch),
             *foreign_link_note(session.card),
             *_nccl_notes(session.card),
         ),

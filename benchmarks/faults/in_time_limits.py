@@ -6,6 +6,7 @@ from benchmarks.faults.fault import Fault
 
 _TESTS = "tests/choose/test_time_limits.py"
 _PROBLEM = f"{_TESTS}::test_the_checkpoint_problem_is_the_same_with_a_watch_and_ends_at_each_of_its_checks"
+_NOTES = f"{_TESTS}::test_notes_on_convolutions_leave_out_what_would_be_computed_after_the_end"
 _LATE = "planning takes seconds longer than its time limit"
 
 FAULTS = (
@@ -36,9 +37,25 @@ FAULTS = (
     Fault(
         name="predictions-do-not-check-the-time",
         path="planner/estimate/smallest_total.py",
-        old="AllocatingStep(graph, card, fastest=fastest, watch=watch or Watch())",
-        new="AllocatingStep(graph, card, fastest=fastest)",
+        old="AllocatingStep(graph, card, fastest=fastest, watch=watch or Watch())\n    enough_bytes",
+        new="AllocatingStep(graph, card, fastest=fastest)\n    enough_bytes",
         tests=(f"{_TESTS}::test_a_prediction_checks_the_time_before_each_replay_and_is_made_again_after_it_was_ended",),
+        why=_LATE,
+    ),
+    Fault(
+        name="kernel-notes-are-searched-for-after-the-end",
+        path="planner/estimate/smallest_total.py",
+        old="AllocatingStep(graph, card, fastest=fastest, watch=watch or Watch())\n    search",
+        new="AllocatingStep(graph, card, fastest=fastest)\n    search",
+        tests=(_NOTES,),
+        why=_LATE,
+    ),
+    Fault(
+        name="searches-of-algorithms-are-measured-after-the-end",
+        path="planner/estimate/kernel_notes.py",
+        old="    if not watch.left_seconds:\n",
+        new="    if False:\n",
+        tests=(_NOTES,),
         why=_LATE,
     ),
     Fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Collection
 
 import torch
@@ -19,6 +20,7 @@ from planner.estimate.smallest_total import smallest_total_bytes
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.sizes import MIB, format_size
 from planner.profiles.device import DeviceProfile
+from planner.progress import TimeIsUp, Watch
 from planner.recording.step_graph import Op, Phase, StepGraph
 from planner.workspaces import cudnn_attention
 
@@ -27,20 +29,21 @@ _MOST_KERNELS_NAMED = 4
 
 
 def kernel_notes(
-    graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile
+    graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile, watch: Watch
 ) -> tuple[str, ...]:
     """Return notes on the workspaces of cuDNN, and one on kernels with unknown workspaces, if there are any.
 
     Args:
         graph: the recording of a step with these decisions.
         measured: its footprint on the card.
+        watch: if its time is up, the notes leave out the memory under other limits and options, which is searched for.
     """
     if not card.allocator:
         return ()
     version = str(torch.__version__)
     of_cudnn = (
         *convolution_notes(graph, card, version),
-        *_slower_notes(graph, measured, decisions, card),
+        *_slower_notes(graph, measured, decisions, card, watch),
         *cudnn_attention.notes(_calls(graph, cudnn_attention.OPS), card, version),
     )
     counts = unknown_ops(graph)
@@ -59,7 +62,7 @@ def _calls(graph: StepGraph, names: Collection[str]) -> int:
 
 
 def _slower_notes(
-    graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile
+    graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile, watch: Watch
 ) -> tuple[str, ...]:
     """Return a note if convolutions run slower algorithms, or would run them under a smaller budget.
 
@@ -68,13 +71,17 @@ def _slower_notes(
     if not any(storage.trials for storage in graph.storages):
         return ()
     if has_searches(graph):
-        return (_search_note(graph, measured, decisions, card),)
-    known_bytes = None if measured.slower else measured.footprint.total_bytes  # often the smallest total already
-    whole_bytes = smallest_total_bytes(graph, card, decisions, fastest=True, below_bytes=known_bytes)
-    if measured.slower:
-        return (_note_on_slower_ones([graph.ops[index] for index in dict.fromkeys(measured.slower)], whole_bytes),)
-    least_bytes = smallest_total_bytes(graph, card, decisions, below_bytes=whole_bytes)
-    if whole_bytes - least_bytes < MIB:
+        return (_search_note(graph, measured, decisions, card, watch),)
+    slower_ones = [graph.ops[index] for index in dict.fromkeys(measured.slower)]
+    known_bytes = None if slower_ones else measured.footprint.total_bytes  # often the smallest total already
+    whole_bytes = least_bytes = None
+    with contextlib.suppress(TimeIsUp):
+        whole_bytes = smallest_total_bytes(graph, card, decisions, fastest=True, below_bytes=known_bytes, watch=watch)
+        if not slower_ones:
+            least_bytes = smallest_total_bytes(graph, card, decisions, below_bytes=whole_bytes, watch=watch)
+    if slower_ones:
+        return (_note_on_slower_ones(slower_ones, whole_bytes),)
+    if whole_bytes is None or least_bytes is None or whole_bytes - least_bytes < MIB:
         return ()
     return (
         "the convolutions run their fastest algorithms, with which the step needs at least "
@@ -83,36 +90,46 @@ def _slower_notes(
     )
 
 
-def _search_note(graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile) -> str:
+def _search_note(
+    graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile, watch: Watch
+) -> str:
     """Return the note on the memory of a step whose convolutions search for their fastest algorithms."""
+    left_out = ". Under the budget it leaves out algorithms whose workspaces do not fit" if measured.slower else ""
+    if not watch.left_seconds:
+        return (
+            "with cudnn.benchmark, PyTorch tries algorithms in free memory in the first step, and then it releases its "
+            f"cache; how much memory the step takes without it was not computed, because planning ended early{left_out}"
+        )
     usual, known, searching = (
         measure(each, card, vram_bytes=None, decisions=decisions).footprint
         for each in (without_searches(graph), with_known_algorithms(graph), graph)
     )
     after_bytes = min(known.total_bytes, searching.total_bytes)  # `searching` has a step after the first one, too
-    note = (
+    return (
         f"without cudnn.benchmark the step allocates {format_size(usual.allocated_bytes)} and takes "
         f"{format_size(usual.total_bytes)} in total. With it, a step after the first one allocates at most "
         f"{format_size(known.allocated_bytes)} and takes about {format_size(after_bytes)}. In the first step, "
         f"PyTorch tries algorithms in free memory, and takes up to {format_size(searching.total_bytes)} of a card that "
-        "runs nothing else; then it releases its cache"
+        f"runs nothing else; then it releases its cache{left_out}"
     )
-    if measured.slower:
-        note += ". Under the budget it leaves out algorithms whose workspaces do not fit"
-    return note
 
 
-def _note_on_slower_ones(ops: list[Op], whole_bytes: int) -> str:
-    """Return the note on convolutions that run a slower algorithm; `whole_bytes` are enough for the fastest ones."""
+def _note_on_slower_ones(ops: list[Op], whole_bytes: int | None) -> str:
+    """Return the note on convolutions that run a slower algorithm.
+
+    Args:
+        ops: the convolutions.
+        whole_bytes: a total in bytes that is enough for the fastest algorithms; None if it is not known.
+    """
     last_step = max(op.step for op in ops)
     names = collections.Counter(_convolution_name(op) for op in ops if op.step == last_step)
     shown = [f"{count} x {name}" for name, count in names.most_common(_MOST_KERNELS_NAMED)]
     more = f" and {len(names) - len(shown)} other kinds" if len(names) > len(shown) else ""
+    needs = "" if whole_bytes is None else f", with which the step needs {format_size(whole_bytes)}"
     return (
         f"{names.total()} convolutions of a step run a slower algorithm, because the workspace of the fastest one does "
         f"not fit: {', '.join(shown)}{more}. PyTorch takes the next algorithm on its own. How much slower it is cannot "
-        f"be known without the card: the predicted time is that of the fastest ones, with which the step needs "
-        f"{format_size(whole_bytes)}"
+        f"be known without the card: the predicted time is that of the fastest ones{needs}"
     )
 
 

@@ -43,6 +43,7 @@ def smallest_total_bytes(
     within_bytes: int = MIB,
     fastest: bool = False,
     below_bytes: int | None = None,
+    watch: Watch | None = None,
 ) -> int:
     """Returns a total in bytes in which the step runs, at most `within_bytes` above the smallest such total.
 
@@ -51,8 +52,13 @@ def smallest_total_bytes(
         decisions: the decisions of the step, which may set options of the allocator.
         fastest: True if each convolution must run its first algorithm. Otherwise it takes the one that fits.
         below_bytes: a known total, which is returned unless the step runs in a total that is smaller by `within_bytes`.
+        watch: is checked before each replay; None for no time limit.
+
+    Raises:
+        TimeIsUp: the time of the watch is up.
     """
-    search = _Search(AllocatingStep(graph, card, fastest=fastest), [tuple(decisions)], within_bytes)
+    step = AllocatingStep(graph, card, fastest=fastest, watch=watch or Watch())
+    search = _Search(step, [tuple(decisions)], within_bytes)
     if below_bytes is None or not card.allocator:
         return search.smallest_total_bytes()
     reserved_bytes = search.reserved_bytes(below_bytes - within_bytes)

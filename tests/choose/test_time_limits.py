@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 
 import pytest
 import torch
 
-from planner import pipeline
+from examples import convnet
+from planner import pipeline, profiles
 from planner.choose import pareto_front, planning_session
 from planner.choose.choice import Prediction
 from planner.choose.planning_session import PlanningSession
 from planner.estimate.footprint import AllocatingStep, measure, runs_within
+from planner.estimate.kernel_notes import kernel_notes
 from planner.estimate.roofline import op_times_ns
-from planner.estimate.smallest_total import predicted_missing_bytes, smallest_of
+from planner.estimate.smallest_total import predicted_missing_bytes, smallest_of, smallest_total_bytes
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decisions import Allocator
+from planner.plan_types.sizes import MIB
 from planner.profiles import bare
 from planner.progress import TimeIsUp, Watch
 from planner.recompute import holds
 from planner.recompute.units import units_of
+from planner.rewrite.rehearse import certifying_graph
 from planner.workload.budget import card_and_budget
 from planner.workload.workload import workload
 from tests.support.workloads import what_if
@@ -204,3 +209,31 @@ def test_the_smallest_known_plan_is_reported_soon_after_the_time_is_up(monkeypat
     plan = planned("4KiB", watch)
     assert not plan.fits and asked and all(seconds > 200 for seconds in asked)
     assert not any("planning ended" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+def test_notes_on_convolutions_leave_out_what_would_be_computed_after_the_end():
+    card = profiles.load("a100-40gb")
+    model, batch, loss_fn = convnet.build(batch_size=32, blocks_per_stage=(1, 1))
+    graph = certifying_graph(workload(model, batch, loss_fn=loss_fn), (), card)
+    whole_bytes = smallest_total_bytes(graph, card, fastest=True)
+
+    def note(card, graph, vram_bytes: int | None, watch: Watch) -> str:
+        measured = measure(graph, card, vram_bytes=vram_bytes)
+        notes = kernel_notes(graph, measured, (), card, watch)
+        return next((note for note in notes if re.search("run a slower|run their fastest|tries algorithms", note)), "")
+
+    for vram_bytes, text in (whole_bytes - 4 * MIB, "run a slower"), (None, "run their fastest"):
+        watch = CountingWatch()
+        whole = note(card, graph, vram_bytes, watch)
+        assert text in whole and whole.count(" GiB") + whole.count(" MiB") == (1 if vram_bytes else 2)
+        assert watch.checks > 4
+        for last in (1, 2, watch.checks):
+            short = note(card, graph, vram_bytes, CountingWatch(last))
+            assert short == ("" if vram_bytes is None else whole[: whole.rindex(", with which the step needs")])
+    searching = dataclasses.replace(card, cudnn_benchmark=True)
+    graph = certifying_graph(workload(model, batch, loss_fn=loss_fn), (), searching)
+    ended = Watch()
+    ended.end()
+    assert "without cudnn.benchmark the step allocates" in note(searching, graph, None, Watch())
+    assert note(searching, graph, None, ended).endswith("because planning ended early")
