@@ -120,6 +120,14 @@ FAULTS = (
         why="a plan does not say that the same step runs in less memory with slower algorithms of convolutions",
     ),
     Fault(
+        name="workspaces-searched-for-in-the-smallest-free-block",
+        path="planner/allocator/caching_allocator.py",
+        old="max((pool[-1].size_bytes for pool",
+        new="max((pool[0].size_bytes for pool",
+        tests=("tests/allocator/test_searches.py::test_the_largest_free_block_decides_which_algorithms_are_tried",),
+        why="the search for the fastest algorithm leaves out algorithms that the real allocator has memory for",
+    ),
+    Fault(
         name="workspaces-algorithm-is-not-remembered",
         path="planner/allocator/trials.py",
         old="        self._remembered[trials.remembered_as] = size_bytes\n",

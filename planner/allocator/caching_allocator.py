@@ -27,11 +27,11 @@ The simulation is not exact in these cases:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 
 from planner.allocator.blocks import Block, Clock, Driver, Pool, Segment, mapped_segments
 from planner.allocator.expandable_segments import ExpandableRanges, expanded_bytes
+from planner.allocator.out_of_memory import OutOfMemory, OutOfMemoryReport
 from planner.allocator.settings import (
     LARGEST_SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
@@ -40,32 +40,7 @@ from planner.allocator.settings import (
     round_size,
     segment_size,
 )
-from planner.errors import PlannerError
 from planner.plan_types.sizes import format_size
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OutOfMemoryReport:
-    """The request that did not fit, and the state of the allocator at that moment."""
-
-    asked_bytes: int
-    """Size of the request after rounding."""
-    allocated_bytes: int
-    reserved_bytes: int
-    capacity_bytes: int
-    """Limit of the reserved memory that the request would have exceeded: the capacity or `allowed_bytes`."""
-
-
-class OutOfMemory(PlannerError):
-    """Raised if a request does not fit, even after all segments without an allocated block were released."""
-
-    def __init__(self, report: OutOfMemoryReport) -> None:
-        self.report = report
-        super().__init__(
-            f"an allocation of {format_size(report.asked_bytes)} does not fit in {format_size(report.capacity_bytes)}, "
-            f"of which {format_size(report.reserved_bytes)} are reserved and {format_size(report.allocated_bytes)} "
-            "allocated: give a larger budget or a smaller step"
-        )
 
 
 class CachingAllocator:
@@ -212,6 +187,11 @@ class CachingAllocator:
                 for block in pool.free_blocks():
                     if block.is_whole_segment():
                         self._release(block)
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """Size in bytes of the largest free block; 0 if there is none."""
+        return max((pool[-1].size_bytes for pool in self._pools.values() if len(pool)), default=0)
 
     def segments(self) -> tuple[Segment, ...]:
         """Returns all segments with their blocks, by ascending address."""

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from planner.allocator.blocks import Block, Placement
-from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory, OutOfMemoryReport
+from planner.allocator.caching_allocator import CachingAllocator
+from planner.allocator.out_of_memory import OutOfMemory, OutOfMemoryReport
 from planner.allocator.settings import AllocatorSettings
 from planner.allocator.state import capture
 from planner.allocator.trials import WorkspaceTrials

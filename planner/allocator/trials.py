@@ -27,7 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from planner.allocator.blocks import Block
-from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.caching_allocator import CachingAllocator
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.workspaces.registry import Search, Trials
 
 
@@ -117,5 +118,4 @@ def _largest_available_bytes(allocator: CachingAllocator, card_bytes: int) -> in
     """
     capacity = allocator.driver.capacity_bytes
     limit = card_bytes if capacity is None else min(card_bytes, capacity)
-    blocks = (block for segment in allocator.segments() for block in segment.blocks)
-    return max(limit - allocator.reserved_bytes, *(block.size_bytes for block in blocks if not block.is_allocated), 0)
+    return max(limit - allocator.reserved_bytes, allocator.largest_free_bytes, 0)

@@ -13,7 +13,8 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 
 from planner.allocator.blocks import FIRST_ADDRESS, Block
-from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.caching_allocator import CachingAllocator
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings, round_size
 from planner.allocator.state import AllocatorState, capture, restore
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile

@@ -25,8 +25,9 @@ import itertools
 import numpy as np
 
 from planner.allocator.blocks import Block, Segment
-from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.expandable_segments import UNKNOWN_CARD_BYTES
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.allocator.settings import LARGEST_SMALL_BYTES, round_size
 from planner.errors import SnapshotError
 from planner.plan_types.sizes import format_size

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.caching_allocator import CachingAllocator
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.allocator.replay import replay
 from planner.allocator.settings import AllocatorSettings, round_size, segment_size
 from planner.plan_types.sizes import GIB, KIB, MIB

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.allocator.blocks import Block
-from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.caching_allocator import CachingAllocator
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.allocator.replay import replay
 from planner.allocator.settings import AllocatorSettings, round_size
 from planner.plan_types.sizes import KIB, MIB

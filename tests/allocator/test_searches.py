@@ -57,6 +57,12 @@ def test_a_search_that_gets_no_block_tries_half_of_it():
     assert outcome.out_of_memory_event is None and outcome.taken == {1: 30 * MIB}
 
 
+def test_the_largest_free_block_decides_which_algorithms_are_tried():
+    stream = [(0, 150 * MIB), (2, 30 * MIB), (3, 110 * MIB), (0, 0), (2, 0), (1, 140 * MIB), (1, 0)]
+    outcome = replay(stream, NATIVE, 300 * MIB, trials={1: trials(140, 20, 0, card=300)})
+    assert outcome.searched == {1: 140 * MIB} and not outcome.taken
+
+
 def test_an_algorithm_is_remembered_and_searched_again_only_if_it_does_not_fit():
     tried = trials(100, 40, 0)
     stream = [(1, 100 * MIB), (1, 0), (2, 100 * MIB), (2, 0), (0, 150 * MIB), (3, 100 * MIB), (3, 0)]

@@ -13,8 +13,9 @@ from torch import nn
 
 from planner import profiles
 from planner.allocator.blocks import Placement
-from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.options import settings_of
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.allocator.settings import PYTORCH_DEFAULTS
 from planner.estimate.allocation_stream import allocation_stream
 from planner.plan_types.sizes import MIB

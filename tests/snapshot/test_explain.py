@@ -16,9 +16,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import planner
-from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.expandable_segments import UNKNOWN_CARD_BYTES
 from planner.allocator.options import settings_of
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.allocator.settings import AllocatorSettings
 from planner.cli import main
 from planner.plan_types.categories import Category

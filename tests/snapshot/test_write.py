@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.allocator.caching_allocator import OutOfMemory
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.allocator.replay import replay
 from planner.allocator.settings import AllocatorSettings
 from planner.plan_types.sizes import MIB

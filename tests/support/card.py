@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 from planner.allocator.blocks import Block, Segment, SegmentBlock
-from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.caching_allocator import CachingAllocator
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.allocator.settings import AllocatorSettings
 from planner.plan_types.sizes import GIB, MIB
 

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 
 from planner import pipeline
-from planner.allocator.caching_allocator import OutOfMemory
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.errors import StepError
 from planner.estimate.footprint import granularity_bytes, measure
 from planner.estimate.memory_history import MemoryHistory, memory_history, tick_times_ns

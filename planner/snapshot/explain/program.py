@@ -14,8 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.allocator.blocks import Block, Placement, Segment
-from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.expandable_segments import UNKNOWN_CARD_BYTES
+from planner.allocator.out_of_memory import OutOfMemory
 from planner.allocator.settings import AllocatorSettings
 from planner.snapshot.history import Action, Frame, History
 from planner.snapshot.initial_state import StartState
