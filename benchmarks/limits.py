@@ -37,6 +37,9 @@ QUESTIONS = {
     "RoBERTa-84M, 64 x 128, trade-off": "roberta_84m --batch-size 64 --seq-len 128 --gpu rtx-2060 --tradeoff",
     "GPT-2, 8 x 1024, trade-off": "gpt2 --batch-size 8 --seq-len 1024 --gpu rtx-3090 --tradeoff",
     "U-Net, 16, trade-off": "unet.py:build --batch-size 16 --gpu rtx-3060 --tradeoff",
+    "ResNet-152, 32, 2 GiB": "resnet-152 --vram 2GiB --batch-size 32 --gpu rtx-3060",
+    "ResNet-152, 32, 1 GiB": "resnet-152 --vram 1GiB --batch-size 32 --gpu rtx-3060",
+    "ResNet-152, 32, trade-off": "resnet-152 --batch-size 32 --gpu rtx-3060 --tradeoff",
 }
 
 

@@ -63,6 +63,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 5000, "n_embd": 64, "n_layer": 12, "n_head": 4, "n_positions": 128,
         "bos_token_id": None, "eos_token_id": None,
     }),
+    "resnet-152": ("resnet", {"depths": [3, 8, 36, 3]}),
 }  # fmt: skip
 """Models by name: the type of their config, and its arguments."""
 H100, H200 = "--gpu h100", "--gpu h200"
@@ -287,11 +288,12 @@ def write_configs(folder: pathlib.Path) -> None:
 
 
 def _architecture(config: Any) -> str:
-    """Returns the name of the model class for language modeling."""
-    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if config.model_type == "bert":
-        mapping = transformers.MODEL_FOR_MASKED_LM_MAPPING
-    return mapping[type(config)].__name__
+    """Returns the name of the model class for language modeling, or for the classification of images."""
+    others = {
+        "bert": transformers.MODEL_FOR_MASKED_LM_MAPPING,
+        "resnet": transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    }
+    return others.get(config.model_type, transformers.MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)].__name__
 
 
 def cells(question: str, result: dict[str, Any], wall_seconds: float) -> Iterator[str]:
