@@ -6,6 +6,7 @@ from benchmarks.faults.fault import Fault
 
 _TESTS = "tests/choose/test_time_limits.py"
 _PROBLEM = f"{_TESTS}::test_the_checkpoint_problem_is_the_same_with_a_watch_and_ends_at_each_of_its_checks"
+_OF_TRADE_OFF = f"{_TESTS}::test_a_trade_off_leaves_the_time_to_measure_its_smallest_known_plan"
 _NOTES = f"{_TESTS}::test_notes_on_convolutions_leave_out_what_would_be_computed_after_the_end"
 _LATE = "planning takes seconds longer than its time limit"
 
@@ -41,6 +42,30 @@ FAULTS = (
         new="AllocatingStep(graph, card, fastest=fastest)\n    enough_bytes",
         tests=(f"{_TESTS}::test_a_prediction_checks_the_time_before_each_replay_and_is_made_again_after_it_was_ended",),
         why=_LATE,
+    ),
+    Fault(
+        name="no-time-to-measure-the-smallest-plan-of-a-trade-off",
+        path="planner/choose/pareto_front.py",
+        old="lambda: session.seconds_to_measure_smallest",
+        new="lambda: 0.0",
+        tests=(_OF_TRADE_OFF,),
+        why=_LATE,
+    ),
+    Fault(
+        name="ctrl-c-ends-the-measurement-of-the-smallest-plan-of-a-trade-off",
+        path="planner/choose/pareto_front.py",
+        old="        with session.watch.after_end():\n",
+        new="        with contextlib.nullcontext():\n",
+        tests=(_OF_TRADE_OFF,),
+        why="after Ctrl-C, the smallest plan of a trade-off is shown with more memory than it needs",
+    ),
+    Fault(
+        name="ctrl-c-ends-the-measurement-of-the-smallest-plan",
+        path="planner/pipeline.py",
+        old="        with session.watch.after_end():\n",
+        new="        with contextlib.nullcontext():\n",
+        tests=(f"{_TESTS}::test_after_ctrl_c_the_smallest_known_plan_is_still_measured",),
+        why="after Ctrl-C, the smallest plan is shown with more memory than it needs",
     ),
     Fault(
         name="kernel-notes-are-searched-for-after-the-end",

@@ -11,7 +11,7 @@ import torch
 
 from examples import convnet
 from planner import pipeline, profiles
-from planner.choose import pareto_front, planning_session
+from planner.choose import fitting, pareto_front, planning_session
 from planner.choose.choice import Prediction
 from planner.choose.planning_session import PlanningSession
 from planner.estimate.footprint import AllocatingStep, measure, runs_within
@@ -209,6 +209,51 @@ def test_the_smallest_known_plan_is_reported_soon_after_the_time_is_up(monkeypat
     plan = planned("4KiB", watch)
     assert not plan.fits and asked and all(seconds > 200 for seconds in asked)
     assert not any("planning ended" in note for note in plan.notes)
+
+
+@pytest.fixture
+def left_after_end(monkeypatch) -> list[float]:
+    """Ends `fitting.nearest` and `fitting.smallest` by Ctrl-C when they have made their results, which are lost.
+
+    Returns a list of the times in seconds that are left: at the beginning of each search, and when the smallest total of
+    the smallest known plan is searched for afterwards.
+    """
+    left: list[float] = []
+
+    def ended_by_user(search):
+        def ended(session, *arguments):
+            left.append(session.watch.left_seconds)
+            search(session, *arguments)
+            session.watch.end()
+            raise TimeIsUp
+
+        return ended
+
+    def watched(*arguments, until, **options):
+        if until.is_ended:
+            left.append(until.left_seconds)
+        return smallest_of(*arguments, until=until, **options)
+
+    for name in ("nearest", "smallest"):
+        monkeypatch.setattr(fitting, name, ended_by_user(getattr(fitting, name)))
+    monkeypatch.setattr(planning_session, "smallest_of", watched)
+    return left
+
+
+def test_after_ctrl_c_the_smallest_known_plan_is_still_measured(left_after_end):
+    early = planned("4KiB", Watch(seconds=1000))
+    assert not early.fits and "planning ended by Ctrl-C" in early.notes[0]
+    assert len(left_after_end) == 3 and left_after_end[-1] > 500  # `nearest` calls `smallest`
+
+
+def test_a_trade_off_leaves_the_time_to_measure_its_smallest_known_plan(left_after_end, monkeypatch):
+    monkeypatch.setattr(PlanningSession, "seconds_to_measure_smallest", 400.0)
+    card, _ = card_and_budget("rtx-3090", None)
+    with pipeline.open_session(work(), card, None, Watch(seconds=1000)) as session:
+        session.expect(CONSTRAINTS)
+        found = pareto_front.front(session, CONSTRAINTS, vram_bytes=None)
+    assert found.points and not found.complete
+    assert len(left_after_end) == 2 and 400 < left_after_end[0] <= 600 < left_after_end[1]
 
 
 @pytest.mark.slow
