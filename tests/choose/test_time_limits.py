@@ -215,8 +215,8 @@ def test_the_smallest_known_plan_is_reported_soon_after_the_time_is_up(monkeypat
 def left_after_end(monkeypatch) -> list[float]:
     """Ends `fitting.nearest` and `fitting.smallest` by Ctrl-C when they have made their results, which are lost.
 
-    Returns a list of the times in seconds that are left: at the beginning of each search, and when the smallest total of
-    the smallest known plan is searched for afterwards.
+    Returns a list of the times in seconds that are left: at the beginning of each search, and afterwards, when the
+    smallest total of the smallest known plan is searched for.
     """
     left: list[float] = []
 
