@@ -6,7 +6,8 @@ The model is a Llama of width 64 with a batch of 8 x 128, and the card has no fi
 of the baseline's peak, so that most layers are recomputed. Each number of layers is planned in a new process. A column
 is a stage, with its CPU seconds: rehearsals run in child processes, the other stages in the process that plans. The
 column "memory" has the largest resident set of one process. The last row has the exponents of the last two rows: a
-stage with the exponent 1 takes time in proportion to the layers, a stage with the exponent 2 to their square.
+stage with the exponent 1 takes time in proportion to the layers, a stage with the exponent 2 to their square. "ops" is
+the number of ops in the two recorded steps of the baseline. Recordings of earlier calls are not used.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import importlib
 import io
 import json
 import math
+import os
 import pathlib
 import resource
 import subprocess
@@ -123,10 +125,10 @@ def answer(words: Sequence[str]) -> dict[str, Any]:
     measured = PlanningSession._measured
 
     def counted(self: PlanningSession, graph: Any, *args: Any) -> Any:
-        ops[0] = ops[0] or len(graph.ops)
+        ops[0] = len(self.baseline_graph.ops)
         return measured(self, graph, *args)
 
-    PlanningSession._measured = counted  # type: ignore[method-assign]  # counts the ops
+    PlanningSession._measured = counted  # type: ignore[method-assign]  # counts the ops of the baseline
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         status = planner.cli.main([*words, "--json"])
@@ -150,7 +152,10 @@ def asked(layers: int, vram_mib: int, folder: pathlib.Path) -> dict[str, Any] | 
     path.write_text(config.to_json_string(use_diff=False))
     words = f"{path} --batch-size 8 --seq-len 128 --vram {vram_mib}MiB --gpu bare"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.layers", "--answer", *words.split()], capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks.layers", "--answer", *words.split()],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PLANNER_RECORDINGS": "none"},
     )
     if not done.stdout.strip():
         print(done.stderr[-2000:], file=sys.stderr)
