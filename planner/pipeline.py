@@ -173,12 +173,19 @@ def tradeoff_workload(
 
 
 def largest_step(workloads: Sequence[Workload], card: DeviceProfile, watch: Watch | None = None) -> Workload:
-    """Return the workload whose step needs the most memory on the card. Each is rehearsed, unless there is only one."""
+    """Return the workload whose step needs the most memory on the card. Each is rehearsed, unless there is only one.
+
+    Raises:
+        TimeLimitError: the time of `watch` is up.
+    """
     if len(workloads) == 1:
         return workloads[0]
     if watch is not None:
         watch.stage(f"rehearsing {len(workloads)} batches")
-    return max(workloads, key=lambda work: smallest_total_bytes(record_step(work, card, watch=watch), card))
+    with _ended_without_plan(watch):
+        return max(
+            workloads, key=lambda work: smallest_total_bytes(record_step(work, card, watch=watch), card, watch=watch)
+        )
 
 
 def record_step(

@@ -379,37 +379,37 @@ FAULTS = (
     ),
     Fault(
         name="pipe-closed-in-each-generation",
-        path="planner/spawned/answer.py",
-        old="            number = self._open.pop(name, None)  #",
-        new="            number = self._open.get(name)  #",
+        path="planner/virtual_gpu/forked_process.py",
+        old="after_in_child=answer.close)",
+        new='after_in_child=functools.partial(os.close, answer._descriptors["writer"]))',
         tests=("tests/virtual_gpu/test_lifetimes.py::test_only_the_first_generation_of_processes_closes_the_pipe",),
         why="processes that a model's workers start lose a file",
     ),
     Fault(
         name="few-open-files-only",
         path="planner/spawned/answer.py",
-        old='while not wait_for([self._open["reader"]], timeout=seconds):',
-        new='while not __import__("select").select([self._open["reader"]], [], [], seconds)[0]:',
+        old='while not wait_for([self._descriptors["reader"]], timeout=seconds):',
+        new='while not __import__("select").select([self._descriptors["reader"]], [], [], seconds)[0]:',
         tests=("tests/virtual_gpu/test_lifetimes.py::test_a_process_with_many_open_files_can_be_forked",),
         why="planning fails in a process with more than 1,024 open files",
     ),
     Fault(
         name="child-waits-until-its-answer-is-read",
         path="planner/spawned/answer.py",
-        old='        os.write(self._open["writer"], b"1")\n',
-        new='        os.write(self._open["writer"], b"1" * (1 << 20))\n',
+        old='        os.write(self._descriptors["writer"], b"1")\n',
+        new='        os.write(self._descriptors["writer"], b"1" * (1 << 20))\n',
         tests=("tests/virtual_gpu/test_lifetimes.py::test_a_child_with_a_large_answer_need_not_wait_for_its_parent",),
-        why="a rehearsal that is ready is blocked, and the search waits for it, until the search reads it",
+        why="a finished rehearsal blocks until the search reads its answer",
     ),
     Fault(
         name="ready-before-the-answer-is-complete",
         path="planner/spawned/answer.py",
         old="            pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)\n"
-        '        os.write(self._open["writer"], b"1")\n',
-        new='            os.write(self._open["writer"], b"1")\n'
+        '        os.write(self._descriptors["writer"], b"1")\n',
+        new='            os.write(self._descriptors["writer"], b"1")\n'
         "            pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)\n",
         tests=("tests/virtual_gpu/test_lifetimes.py::test_a_child_is_not_ready_while_it_writes_its_answer",),
-        why="work between two checks of the time limit waits for a rehearsal",
+        why="the search takes a rehearsal for finished, and waits for it where it must not wait",
     ),
     Fault(
         name="child-returns-to-the-program",

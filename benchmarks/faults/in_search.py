@@ -299,8 +299,9 @@ FAULTS = (
     Fault(
         name="kernel-notes-start-at-the-total-of-slower-algorithms",
         path="planner/estimate/kernel_notes.py",
-        old="None if slower_ones else measured.footprint.total_bytes",
-        new="measured.footprint.total_bytes",
+        old="            enough_bytes = smallest_total_bytes(graph, card, decisions, ",
+        new="            enough_bytes = smallest_total_bytes(graph, card, decisions, "
+        "below_bytes=measured.footprint.total_bytes, ",
         tests=(
             "tests/estimate/test_convolution_workspaces.py::test_a_plan_below_the_fastest_algorithms_names_the_convolutions_that_run_slower_ones",
         ),

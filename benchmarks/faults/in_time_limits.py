@@ -6,7 +6,7 @@ from benchmarks.faults.fault import Fault
 
 _TESTS = "tests/choose/test_time_limits.py"
 _PROBLEM = f"{_TESTS}::test_the_checkpoint_problem_is_the_same_with_a_watch_and_ends_at_each_of_its_checks"
-_OF_TRADE_OFF = f"{_TESTS}::test_a_trade_off_leaves_the_time_to_measure_its_smallest_known_plan"
+_TRADE_OFF = f"{_TESTS}::test_a_trade_off_leaves_the_time_to_measure_its_smallest_known_plan"
 _NOTES = f"{_TESTS}::test_notes_on_convolutions_leave_out_what_would_be_computed_after_the_end"
 _LATE = "planning takes seconds longer than its time limit"
 
@@ -48,7 +48,7 @@ FAULTS = (
         path="planner/choose/pareto_front.py",
         old="lambda: session.seconds_to_measure_smallest",
         new="lambda: 0.0",
-        tests=(_OF_TRADE_OFF,),
+        tests=(_TRADE_OFF,),
         why=_LATE,
     ),
     Fault(
@@ -56,7 +56,7 @@ FAULTS = (
         path="planner/choose/pareto_front.py",
         old="        with session.watch.after_end():\n",
         new="        with contextlib.nullcontext():\n",
-        tests=(_OF_TRADE_OFF,),
+        tests=(_TRADE_OFF,),
         why="after Ctrl-C, the smallest plan of a trade-off is shown with more memory than it needs",
     ),
     Fault(
@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         name="searches-of-algorithms-are-measured-after-the-end",
         path="planner/estimate/kernel_notes.py",
-        old="    if not watch.left_seconds:\n",
-        new="    if False:\n",
+        old="in watch.checking(steps)",
+        new="in steps",
         tests=(_NOTES,),
         why=_LATE,
     ),

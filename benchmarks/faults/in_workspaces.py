@@ -111,8 +111,8 @@ FAULTS = (
     Fault(
         name="workspaces-of-the-fastest-algorithms-only",
         path="planner/estimate/kernel_notes.py",
-        old="            least_bytes = smallest_total_bytes(graph, card, decisions, ",
-        new="            least_bytes = smallest_total_bytes(graph, card, decisions, fastest=True, ",
+        old="        least_bytes = smallest_total_bytes(graph, card, decisions, ",
+        new="        least_bytes = smallest_total_bytes(graph, card, decisions, fastest=True, ",
         tests=(
             "tests/estimate/test_convolution_workspaces.py"
             "::test_a_plan_below_the_fastest_algorithms_names_the_convolutions_that_run_slower_ones",

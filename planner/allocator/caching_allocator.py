@@ -190,7 +190,10 @@ class CachingAllocator:
 
     @property
     def largest_free_bytes(self) -> int:
-        """Size in bytes of the largest free block; 0 if there is none."""
+        """Size in bytes of the largest free block, of all streams and both size classes; 0 if there is none.
+
+        A request may not get this block. A pool is ordered by size.
+        """
         return max((pool[-1].size_bytes for pool in self._pools.values() if len(pool)), default=0)
 
     def segments(self) -> tuple[Segment, ...]:

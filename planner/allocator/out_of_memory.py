@@ -1,4 +1,4 @@
-"""The error of a request that does not fit, with the state of the allocator at that moment."""
+"""The error that the simulated allocator raises if a request does not fit, and a report of its state at that moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ class OutOfMemoryReport:
     asked_bytes: int
     """Size of the request after rounding."""
     allocated_bytes: int
+    """Bytes of all allocated blocks."""
     reserved_bytes: int
+    """Bytes that are taken from the driver, after free segments were released."""
     capacity_bytes: int
     """Limit of the reserved memory that the request would have exceeded: the capacity or `allowed_bytes`."""
 
@@ -30,3 +32,6 @@ class OutOfMemory(PlannerError):
             f"of which {format_size(report.reserved_bytes)} are reserved and {format_size(report.allocated_bytes)} "
             "allocated: give a larger budget or a smaller step"
         )
+
+    def __reduce__(self) -> tuple[type[OutOfMemory], tuple[OutOfMemoryReport]]:
+        return OutOfMemory, (self.report,)

@@ -118,4 +118,4 @@ def _largest_available_bytes(allocator: CachingAllocator, card_bytes: int) -> in
     """
     capacity = allocator.driver.capacity_bytes
     limit = card_bytes if capacity is None else min(card_bytes, capacity)
-    return max(limit - allocator.reserved_bytes, allocator.largest_free_bytes, 0)
+    return max(limit - allocator.reserved_bytes, allocator.largest_free_bytes)

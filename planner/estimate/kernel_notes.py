@@ -36,7 +36,8 @@ def kernel_notes(
     Args:
         graph: the recording of a step with these decisions.
         measured: its footprint on the card.
-        watch: if its time is up, the notes leave out the memory under other limits and options, which is searched for.
+        watch: when its time is up, the search for the memory that the step needs with other algorithms ends, and the
+            notes leave this memory out. `TimeIsUp` is not raised.
     """
     if not card.allocator:
         return ()
@@ -72,20 +73,22 @@ def _slower_notes(
         return ()
     if has_searches(graph):
         return (_search_note(graph, measured, decisions, card, watch),)
-    slower_ones = [graph.ops[index] for index in dict.fromkeys(measured.slower)]
-    known_bytes = None if slower_ones else measured.footprint.total_bytes  # often the smallest total already
-    whole_bytes = least_bytes = None
-    with contextlib.suppress(TimeIsUp):
-        whole_bytes = smallest_total_bytes(graph, card, decisions, fastest=True, below_bytes=known_bytes, watch=watch)
-        if not slower_ones:
-            least_bytes = smallest_total_bytes(graph, card, decisions, below_bytes=whole_bytes, watch=watch)
-    if slower_ones:
-        return (_note_on_slower_ones(slower_ones, whole_bytes),)
-    if whole_bytes is None or least_bytes is None or whole_bytes - least_bytes < MIB:
+    if measured.slower:
+        enough_bytes = None
+        with contextlib.suppress(TimeIsUp):
+            enough_bytes = smallest_total_bytes(graph, card, decisions, fastest=True, watch=watch)
+        return (_note_on_slower_ones([graph.ops[index] for index in dict.fromkeys(measured.slower)], enough_bytes),)
+    total_bytes = measured.footprint.total_bytes  # often the smallest total already
+    try:
+        fastest_bytes = smallest_total_bytes(graph, card, decisions, fastest=True, below_bytes=total_bytes, watch=watch)
+        least_bytes = smallest_total_bytes(graph, card, decisions, below_bytes=fastest_bytes, watch=watch)
+    except TimeIsUp:
+        return ()
+    if fastest_bytes - least_bytes < MIB:
         return ()
     return (
         "the convolutions run their fastest algorithms, with which the step needs at least "
-        f"{format_size(whole_bytes)}. With less memory, PyTorch takes slower algorithms with smaller workspaces; the "
+        f"{format_size(fastest_bytes)}. With less memory, PyTorch takes slower algorithms with smaller workspaces; the "
         f"step then needs at least {format_size(least_bytes)}",
     )
 
@@ -93,17 +96,23 @@ def _slower_notes(
 def _search_note(
     graph: StepGraph, measured: Measured, decisions: tuple[Decision, ...], card: DeviceProfile, watch: Watch
 ) -> str:
-    """Return the note on the memory of a step whose convolutions search for their fastest algorithms."""
-    left_out = ". Under the budget it leaves out algorithms whose workspaces do not fit" if measured.slower else ""
-    if not watch.left_seconds:
-        return (
-            "with cudnn.benchmark, PyTorch tries algorithms in free memory in the first step, and then it releases its "
-            f"cache; how much memory the step takes without it was not computed, because planning ended early{left_out}"
-        )
-    usual, known, searching = (
-        measure(each, card, vram_bytes=None, decisions=decisions).footprint
-        for each in (without_searches(graph), with_known_algorithms(graph), graph)
+    """Return the note on the memory of a step whose convolutions search for their fastest algorithms.
+
+    If the time of the watch is up, the note says that this memory was not computed.
+    """
+    left_out = (
+        ". Under the budget, PyTorch leaves out algorithms whose workspaces do not fit" if measured.slower else ""
     )
+    steps = without_searches(graph), with_known_algorithms(graph), graph
+    try:
+        usual, known, searching = (
+            measure(each, card, vram_bytes=None, decisions=decisions).footprint for each in watch.checking(steps)
+        )
+    except TimeIsUp:
+        return (
+            "with cudnn.benchmark, PyTorch tries algorithms in free memory in the first step, and then releases its "
+            f"cache{left_out}. The time was up before the memory of a step without cudnn.benchmark was computed"
+        )
     after_bytes = min(known.total_bytes, searching.total_bytes)  # `searching` has a step after the first one, too
     return (
         f"without cudnn.benchmark the step allocates {format_size(usual.allocated_bytes)} and takes "
@@ -114,18 +123,18 @@ def _search_note(
     )
 
 
-def _note_on_slower_ones(ops: list[Op], whole_bytes: int | None) -> str:
+def _note_on_slower_ones(ops: list[Op], enough_bytes: int | None) -> str:
     """Return the note on convolutions that run a slower algorithm.
 
     Args:
         ops: the convolutions.
-        whole_bytes: a total in bytes that is enough for the fastest algorithms; None if it is not known.
+        enough_bytes: a total in bytes that is enough for the fastest algorithms; None if it is not known.
     """
     last_step = max(op.step for op in ops)
     names = collections.Counter(_convolution_name(op) for op in ops if op.step == last_step)
     shown = [f"{count} x {name}" for name, count in names.most_common(_MOST_KERNELS_NAMED)]
     more = f" and {len(names) - len(shown)} other kinds" if len(names) > len(shown) else ""
-    needs = "" if whole_bytes is None else f", with which the step needs {format_size(whole_bytes)}"
+    needs = "" if enough_bytes is None else f", with which the step needs {format_size(enough_bytes)}"
     return (
         f"{names.total()} convolutions of a step run a slower algorithm, because the workspace of the fastest one does "
         f"not fit: {', '.join(shown)}{more}. PyTorch takes the next algorithm on its own. How much slower it is cannot "

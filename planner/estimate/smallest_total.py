@@ -52,10 +52,10 @@ def smallest_total_bytes(
         decisions: the decisions of the step, which may set options of the allocator.
         fastest: True if each convolution must run its first algorithm. Otherwise it takes the one that fits.
         below_bytes: a known total, which is returned unless the step runs in a total that is smaller by `within_bytes`.
-        watch: is checked before each replay; None for no time limit.
+        watch: the search checks it before each replay; None for no time limit.
 
     Raises:
-        TimeIsUp: the time of the watch is up.
+        TimeIsUp: the time of the watch is up. (`smallest_of` returns the total that it has found by then.)
     """
     step = AllocatingStep(graph, card, fastest=fastest, watch=watch or Watch())
     search = _Search(step, [tuple(decisions)], within_bytes)

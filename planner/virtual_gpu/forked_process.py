@@ -23,7 +23,7 @@ import torch
 from planner.errors import MachineError, PlannerError, RehearsalProcessError
 from planner.progress import Watch
 from planner.spawned import CannotBeSentError, NewProcess, Send, ended_from_outside, lower_priority
-from planner.spawned.answer import Answer
+from planner.spawned.answer import AnswerChannel
 from planner.spawned.interrupts import Handlers, interrupts_held_back
 from planner.spawned.lifetime import end_with
 
@@ -95,7 +95,10 @@ class Child:
 
     @property
     def is_ready(self) -> bool:
-        """True if the child has computed its answer, and waits for `result` or has ended."""
+        """True if the child has sent its answer, or has ended, so that `result` returns at once.
+
+        It is true, too, if the model's code has closed all files of the child.
+        """
         return self._process.is_ready
 
     def result(self) -> Any:
@@ -130,7 +133,7 @@ class _Fork:
             )
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None in a process without a console
             stream.flush()
-        self._parent, self._answer = os.getpid(), Answer()
+        self._parent, self._answer = os.getpid(), AnswerChannel()
         try:
             with interrupts_held_back() as handlers:
                 self._answer.open()
@@ -199,12 +202,21 @@ class _Fork:
                 raise RehearsalProcessError(
                     f"the child process that rehearses the step ended without a result: {_cause(status)}"
                 )
-            kind, value = self._answer.read()
-        finally:  # an error may be an interrupt (Ctrl-C), which the child may not have received
+            kind, value = self._read()
+        finally:  # also after an interrupt (Ctrl-C), which the child may not have received
             self.end()
         if kind == "value":
             return value
         raise value
+
+    def _read(self) -> tuple[str, Any]:
+        """Returns the answer: a pair (kind, value), with the kind 'value' or 'error'."""
+        try:
+            return self._answer.read()
+        except Exception as error:  # to unpickle an answer runs code of its class, which may fail
+            raise RehearsalProcessError(
+                f"the answer of the child process cannot be read: {type(error).__name__}: {error}"
+            ) from error
 
 
 def end_all(children: Iterable[Running]) -> None:
@@ -214,11 +226,11 @@ def end_all(children: Iterable[Running]) -> None:
             child.end()
 
 
-def _forked(function: Callable[[Refuse], Any], answer: Answer, handlers: Handlers) -> int:
+def _forked(function: Callable[[Refuse], Any], answer: AnswerChannel, handlers: Handlers) -> int:
     """Forks a child that computes the function and never leaves this call. Returns its process id.
 
     Args:
-        answer: the child sends its answer with it.
+        answer: an open channel, through which the child sends its answer.
         handlers: the handlers of signals that the child gets.
 
     Raises:
@@ -283,7 +295,7 @@ def run_in_child(function: Callable[[], Any], watch: Watch | None = None) -> Any
     return Child(lambda refuse: function()).timed_by(watch).result()
 
 
-def _serve(function: Callable[[Refuse], Any], answer: Answer) -> None:
+def _serve(function: Callable[[Refuse], Any], answer: AnswerChannel) -> None:
     """Runs in the child: computes a value or an error, sends it as the answer, and ends the process.
 
     What the model prints goes to standard error, because a program may read the planner's standard output (`--json`).
@@ -295,7 +307,8 @@ def _serve(function: Callable[[Refuse], Any], answer: Answer) -> None:
 
     code = 1
     try:
-        # The parent waits until the pipe is closed in all processes, so those that the model forks close it at once.
+        # If the child ends without an answer, its parent learns this only when every process has closed the pipe. So
+        # processes that the model forks close it at once.
         os.register_at_fork(after_in_child=answer.close)
         _print_to_standard_error()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and decides whether to end the child
@@ -308,7 +321,10 @@ def _serve(function: Callable[[Refuse], Any], answer: Answer) -> None:
             result = ("error", error)
         except Exception as error:  # Any other error of the user's code is raised in the parent.
             result = ("error", _translated(error))
-        answer.send(result)
+        try:
+            answer.send(result)
+        except Exception as error:  # the value cannot be pickled or written
+            answer.send(("error", _translated(error)))
         code = 0
     finally:
         os._exit(code)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from planner.allocator.caching_allocator import CachingAllocator
@@ -188,6 +190,8 @@ def test_a_segment_with_a_live_block_cannot_be_given_back() -> None:
     assert len(str(caught.value).splitlines()) == 1
     subject.free(kept)
     assert subject.malloc(22 * MIB).size_bytes == 22 * MIB
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.report == caught.value.report and str(again) == str(caught.value)
 
 
 def test_a_full_card_gives_back_one_oversize_block_before_it_gives_back_everything() -> None:

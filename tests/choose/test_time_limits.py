@@ -213,7 +213,7 @@ def test_the_smallest_known_plan_is_reported_soon_after_the_time_is_up(monkeypat
 
 @pytest.fixture
 def left_after_end(monkeypatch) -> list[float]:
-    """Ends `fitting.nearest` and `fitting.smallest` by Ctrl-C when they have made their results, which are lost.
+    """Lets `fitting.nearest` and `fitting.smallest` run, then ends planning as Ctrl-C does and drops their results.
 
     Returns a list of the times in seconds that are left: at the beginning of each search, and afterwards, when the
     smallest total of the smallest known plan is searched for.
@@ -281,4 +281,8 @@ def test_notes_on_convolutions_leave_out_what_would_be_computed_after_the_end():
     ended = Watch()
     ended.end()
     assert "without cudnn.benchmark the step allocates" in note(searching, graph, None, Watch())
-    assert note(searching, graph, None, ended).endswith("because planning ended early")
+    assert note(searching, graph, None, ended).endswith("without cudnn.benchmark was computed")
+    assert "PyTorch leaves out algorithms" in note(searching, graph, whole_bytes - 4 * MIB, Watch())
+    for last in range(1, 4):
+        short = note(searching, graph, whole_bytes - 4 * MIB, CountingWatch(last))
+        assert "Under the budget, PyTorch leaves out algorithms whose workspaces do not fit. The time was up" in short
