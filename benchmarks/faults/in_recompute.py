@@ -8,6 +8,26 @@ _BLOCKS = "tests/recompute/test_blocks.py"
 
 FAULTS = (
     Fault(
+        name="reason-of-the-model-replaces-those-of-all-layers",
+        path="planner/recompute/conditions.py",
+        old="> _MOST_COVERED:",
+        new="> 10**9:",
+        tests=(
+            "tests/recompute/test_conditions.py"
+            "::test_a_reason_of_the_whole_model_in_each_layer_does_not_replace_the_reasons_of_all_layers",
+        ),
+        why="the time to build the checkpoint problem grows with the square of the number of layers",
+    ),
+    Fault(
+        name="large-reason-never-ends",
+        path="planner/recompute/conditions.py",
+        old='        self._changes.remove(("unless", tuple(sorted(rest))))\n        if rest in self._large:\n',
+        new='        if rest not in self._large:\n            self._changes.remove(("unless", tuple(sorted(rest))))\n'
+        "        if rest in self._large:\n",
+        tests=("tests/recompute/test_conditions.py::test_a_storage_is_held_for_any_of_its_reasons",),
+        why="in deep models, a shared tensor counts as held longer than it is",
+    ),
+    Fault(
         name="checkpoint-draws-other-masks",
         path="rewrite/rules/checkpoint.py",
         old="            preserve_rng_state=True,",

@@ -817,8 +817,8 @@ FAULTS = (
     Fault(
         name="scratch-of-kept-outputs-is-promised",
         path="planner/recompute/recompute_cost.py",
-        old="(is_kept & is_saved) | is_scratch, 0, held)",
-        new="is_kept & is_saved, 0, held)",
+        old="(is_kept & self._is_saved[numbers]) | is_scratch\n",
+        new="is_kept & self._is_saved[numbers]\n",
         tests=("tests/recompute/test_selected_step.py::test_a_recompute_takes_the_bytes_that_its_unit_promises",),
         why="the promise of a plan that keeps convolutions counts workspaces of convolutions that do not run",
     ),

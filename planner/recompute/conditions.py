@@ -6,8 +6,9 @@ as a mask, has reasons in every layer, and its condition changes in every layer.
 each change would take time and memory that grow with the square of the number of layers. So only what changes is
 computed:
 
-- Reasons that say nothing new are left out by the rules of `planner.search.presolve` as soon as they begin. Most of the
-  time what is left is short, or does not change from one layer to the next.
+- Reasons that say nothing new are left out by the rules of `planner.search.presolve` as soon as they begin, unless a
+  single reason would replace very many. Most of the time what is left is short, or does not change from one layer to
+  the next.
 - What is left is kept as a stack in the order in which it began. A state of the stack is a `SharedCondition`: the last
   reason, and the number of the condition before it. Layers are nested in time, so the backward comes back to the
   conditions of the forward.
@@ -26,6 +27,11 @@ Reason = tuple[str, tuple[int, ...]]
 
 ALWAYS = -1
 """Takes the place of the number of a condition if it is true whatever is selected."""
+
+
+_MOST_COVERED = 1024
+"""Maximum number of units that a rest may cover (`ConditionNow._covers`). In a network of hundreds of layers, a reason
+that begins and ends in every layer would otherwise replace the reasons of all layers each time."""
 
 
 class SharedConditions:
@@ -120,11 +126,13 @@ class ConditionNow:
         """For each of these sets, its units that are not in `_selected`."""
         self._rests: Counter[frozenset[int]] = Counter()
         """The rests in `_rest`, each with the number of sets that have it."""
+        self._large: set[frozenset[int]] = set()
+        """Those of these rests that could cover too many units. What they imply is not left out."""
         self._rests_from: dict[int, set[frozenset[int]]] = defaultdict(set)
-        """These rests by their smallest unit."""
+        """The other rests by their smallest unit."""
         self._covers: dict[int, int] = {}
-        """For each unit of `_selected`, the number of `_rests` that it excludes: "the unit is selected" then implies
-        that no unit of this rest is selected."""
+        """For each unit of `_selected`, the number of these other rests that it excludes: "the unit is selected" then
+        implies that no unit of this rest is selected."""
         self._changes = _Changes()
         self._stack: list[tuple[Reason, int]] = []
         """The reasons that are left, each with the number of the condition that it is the last reason of."""
@@ -206,6 +214,9 @@ class ConditionNow:
 
     def _begin_rest(self, rest: frozenset[int]) -> None:
         self._changes.add(("unless", tuple(sorted(rest))))
+        if min(len(self._covers), *(len(self._exclusive[unit]) for unit in rest)) > _MOST_COVERED:
+            self._large.add(rest)
+            return
         self._rests_from[min(rest)].add(rest)
         covers = self._covers
         for unit in self._units_that_exclude(rest):
@@ -215,6 +226,9 @@ class ConditionNow:
 
     def _end_rest(self, rest: frozenset[int]) -> None:
         self._changes.remove(("unless", tuple(sorted(rest))))
+        if rest in self._large:
+            self._large.remove(rest)
+            return
         first = min(rest)
         self._rests_from[first].remove(rest)
         if not self._rests_from[first]:

@@ -79,7 +79,8 @@ class Reruns:
         self._graph, self._op_ns, self._sizes = graph, op_ns, sizes
         self._op_ticks = np.fromiter((op.tick for op in graph.ops), np.int64, len(graph.ops))
         self._elapsed = np.concatenate([[0], np.cumsum(np.array(op_ns, dtype=np.int64))])
-        self._saved = {save.storage for save in graph.saves}
+        self._is_saved = np.zeros(len(graph.storages), dtype=bool)
+        self._is_saved[[save.storage for save in graph.saves if save.storage is not None]] = True
         # Storages in order of birth, so that those born inside of a call are one slice.
         spans = graph.spans()
         births = np.array([span[0][0] if span else graph.ticks for span in spans])
@@ -87,6 +88,7 @@ class Reruns:
         self._order = np.argsort(births, kind="stable")
         self._births, self._deaths = births[self._order], deaths[self._order]
         self._ordered_sizes = np.array(sizes, dtype=np.int64)[self._order]
+        self._made_by = np.array([-1 if storage.op is None else storage.op for storage in graph.storages])
 
     def of_module(self, index: int, window: Window, kept: Kept) -> Rerun:
         """Returns the cost of running the whole forward of call `index` again, except for the products in `kept`.
@@ -107,12 +109,12 @@ class Reruns:
         born, held = self._births[inside], self._ordered_sizes[inside]
         if kept.storages:
             # Kept outputs are alive from the start. If autograd saved them too, the memory curve counts them already.
-            numbers = self._order[inside].tolist()
-            is_kept = np.array([storage in kept.storages for storage in numbers])
-            is_saved = np.array([storage in self._saved for storage in numbers])
+            numbers = self._order[inside]
+            is_kept = np.isin(numbers, list(kept.storages))
             # Workspaces of kept products are not allocated, because these products do not run again.
-            is_scratch = ~is_kept & np.array([graph.storages[storage].op in kept.ops for storage in numbers])
-            born, held = np.where(is_kept, call.start, born), np.where((is_kept & is_saved) | is_scratch, 0, held)
+            is_scratch = ~is_kept & np.isin(self._made_by[numbers], list(kept.ops))
+            is_counted = (is_kept & self._is_saved[numbers]) | is_scratch
+            born, held = np.where(is_kept, call.start, born), np.where(is_counted, 0, held)
         forward_ns = int(self._elapsed[last_op] - self._elapsed[first_op])
         highest_bytes = _highest(born, np.minimum(self._deaths[inside], window.last_pack), held)
         backs = (window.back, *([window.again] if window.is_read_twice else []))

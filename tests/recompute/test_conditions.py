@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.recompute import conditions
 from planner.recompute.conditions import SharedConditions
 from planner.recompute.holds import holds_at, times_of
 from planner.search import brute
@@ -71,8 +73,9 @@ def test_a_storage_is_held_for_any_of_its_reasons(seed: int) -> None:
         nested.append(tuple(sorted(path)))
     paths = tuple(nested)
     storages = [random_pieces(rng, paths, count) for _ in range(rng.randint(1, 3))]
-    for longest in (0, rng.randint(1, 20), 10**6):
-        problem = problem_of(storages, paths, count, longest)
+    for longest, most_covered in ((0, 0), (0, 1024), (rng.randint(1, 20), rng.randint(0, 3)), (10**6, 1024)):
+        with mock.patch.object(conditions, "_MOST_COVERED", most_covered):
+            problem = problem_of(storages, paths, count, longest)
         for selection in brute.every_selection(problem):
             expected = [
                 sum(1 << n for n, pieces in enumerate(storages) if is_held(pieces, tick, selection.units))
@@ -103,6 +106,31 @@ def test_the_conditions_of_a_mask_grow_with_the_layers_and_not_with_their_square
         sizes.append((len(problem.holds), len(problem.shared), members))
     assert all(larger <= 2 * size + 2 for size, larger in zip(*sizes, strict=True))
     assert (sizes[1][1] == 0) == is_argument
+
+
+def test_a_reason_of_the_whole_model_in_each_layer_does_not_replace_the_reasons_of_all_layers(monkeypatch) -> None:
+    """A unit of the model saves the mask, too. Each layer's backward reads it, and then only the model frees it."""
+
+    class Counting(SharedConditions):
+        calls = 0
+
+        def number(self, before, reason) -> int:
+            self.calls += 1
+            return super().number(before, reason)
+
+    def calls(layers: int) -> int:
+        model, pieces = 2 * layers, []
+        for layer in range(layers):
+            units, back = (2 * layer, 2 * layer + 1), 9 * layers - 3 * layer
+            pieces += [(3 * layer, back + 2, "when", (unit,)) for unit in units]
+            pieces += [(3 * layer + 1, back, "unless", units), (back, back + 1, "unless", (*units, model))]
+        paths = tuple((2 * layer, 2 * layer + 1, model) for layer in range(layers))
+        numbered = Counting()
+        times_of(pieces, exclusive_units(paths, 2 * layers + 1), numbered)
+        return numbered.calls
+
+    monkeypatch.setattr(conditions, "_MOST_COVERED", 20)
+    assert calls(200) <= 2.1 * calls(100)
 
 
 def test_a_mask_that_each_layer_holds_or_recomputes_is_always_held() -> None:
