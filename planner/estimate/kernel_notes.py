@@ -98,7 +98,7 @@ def _search_note(
 ) -> str:
     """Return the note on the memory of a step whose convolutions search for their fastest algorithms.
 
-    If the time of the watch is up, the note says that this memory was not computed.
+    If the time of the watch is up, the note says that planning ended before this memory was computed.
     """
     left_out = (
         ". Under the budget, PyTorch leaves out algorithms whose workspaces do not fit" if measured.slower else ""
@@ -111,7 +111,7 @@ def _search_note(
     except TimeIsUp:
         return (
             "with cudnn.benchmark, PyTorch tries algorithms in free memory in the first step, and then releases its "
-            f"cache{left_out}. The time was up before the memory of a step without cudnn.benchmark was computed"
+            f"cache{left_out}. Planning ended before the memory of a step without cudnn.benchmark was computed"
         )
     after_bytes = min(known.total_bytes, searching.total_bytes)  # `searching` has a step after the first one, too
     return (

@@ -30,6 +30,8 @@ class AnswerChannel:
     def __init__(self) -> None:
         self._descriptors: dict[str, int] = {}
         """Open descriptors: 'file' (for the value), 'reader' and 'writer' (the ends of the pipe)."""
+        self._file: tuple[int, int] | None = None
+        """Device and inode of the file; None before it is opened."""
 
     def open(self) -> None:
         """Opens the file and the pipe.
@@ -42,6 +44,7 @@ class AnswerChannel:
             self._descriptors["reader"], self._descriptors["writer"] = os.pipe()
             for name, number in self._descriptors.items():
                 self._descriptors[name] = _above_standard_streams(number)
+            self._file = _identity(self._descriptors["file"])
         except OSError as error:
             self.close()
             remedy = (
@@ -68,9 +71,11 @@ class AnswerChannel:
         """Writes a picklable value. If it fails, it may be called again with another value.
 
         Raises:
-            OSError: the file or the pipe cannot be written to.
+            OSError: the file or the pipe cannot be written to, for example because the model's code has closed them.
             Exception: whatever pickling the value raises.
         """
+        if _identity(self._descriptors["file"]) != self._file:  # the number belongs to a file of the model's code
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         with os.fdopen(self._descriptors["file"], "wb", closefd=False) as file:
             file.seek(0)
             file.truncate()
@@ -122,6 +127,12 @@ def _anonymous_file() -> int:
                 raise
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    """Returns the device and the inode of an open file."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _above_standard_streams(number: int) -> int:

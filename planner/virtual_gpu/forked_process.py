@@ -122,6 +122,8 @@ class _Fork:
 
     _pid: int | None = None
     """Id of the process; None before it was forked, and after its end."""
+    _parent: int | None = None
+    """Id of the process that created this object; None before it can fork."""
     _status: int | None = None
     """Status of the process, as `os.waitpid` returns it; None before its end, or if the system has dropped it."""
 
@@ -133,7 +135,7 @@ class _Fork:
             )
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None in a process without a console
             stream.flush()
-        self._parent, self._answer = os.getpid(), AnswerChannel()
+        self._answer, self._parent = AnswerChannel(), os.getpid()
         try:
             with interrupts_held_back() as handlers:
                 self._answer.open()
@@ -149,7 +151,7 @@ class _Fork:
 
     def __del__(self) -> None:
         # After an interrupt, the owner may have no reference to this object any more, so that nothing else ends it.
-        if self._pid is not None and os.getpid() == self._parent:
+        if os.getpid() == self._parent:
             self.end()
 
     def end(self) -> None:
@@ -323,7 +325,13 @@ def _serve(function: Callable[[Refuse], Any], answer: AnswerChannel) -> None:
             result = ("error", _translated(error))
         try:
             answer.send(result)
-        except Exception as error:  # the value cannot be pickled or written
+        except OSError as error:
+            why = (
+                f"the child process that rehearses the step cannot write its result ({error.strerror}): raise the "
+                "limit on the size of files (`ulimit -f`), or set TMPDIR to a folder with free space"
+            )
+            answer.send(("error", MachineError(why)))
+        except Exception as error:  # the value cannot be pickled
             answer.send(("error", _translated(error)))
         code = 0
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -19,6 +20,7 @@ import torch
 import planner
 from planner.cli import command
 from planner.errors import MachineError, PlannerError, RehearsalProcessError
+from planner.spawned import answer, interrupts
 from planner.spawned.interrupts import interrupts_held_back
 from planner.virtual_gpu import forked_process
 from planner.virtual_gpu.forked_process import Child, end_all, run_in_child
@@ -482,6 +484,71 @@ def test_a_child_that_has_closed_its_files_can_be_forked(capfd):
     with pytest.raises(RehearsalProcessError, match="without a result: exit code 3"):
         run_in_child(closes_its_files)
     assert capfd.readouterr().err == ""
+
+
+def test_a_file_that_gets_the_number_of_the_answer_is_left_alone(tmp_path):
+    path = tmp_path / "own"
+    path.write_bytes(bytes(800))
+
+    def opens_own_files() -> None:
+        os.closerange(3, 200)
+        for _ in range(30):
+            os.open(path, os.O_RDWR)
+
+    with pytest.raises(RehearsalProcessError, match="without a result: exit code 1"):
+        run_in_child(opens_own_files)
+    assert path.read_bytes() == bytes(800)
+
+
+def test_an_answer_that_may_not_be_written_names_the_limit():
+    resource = pytest.importorskip("resource")
+
+    def limited() -> bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        return bytes(1 << 20)
+
+    with pytest.raises(MachineError, match=r"cannot write its result \(File too large\).*`ulimit -f`"):
+        run_in_child(limited)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open files are counted in /proc")
+def test_an_interrupt_at_any_line_leaves_no_descriptor_open():
+    """SIGINT arrives at the line number `at` of those that run in these files after the fork."""
+    files = {forked_process.__file__, answer.__file__, interrupts.__file__}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for at in itertools.count():
+            child, lines = Child(lambda refuse: 7), itertools.count()
+
+            def traced(frame, event, argument, at=at, lines=lines):
+                if frame.f_code.co_filename in files and event == "line" and next(lines) == at:
+                    signal.raise_signal(signal.SIGINT)
+                return traced if frame.f_code.co_filename in files else None
+
+            is_interrupted = False
+            tracing = sys.gettrace()
+            sys.settrace(traced)
+            try:
+                child.result()
+            except KeyboardInterrupt:
+                is_interrupted = True
+            finally:
+                sys.settrace(tracing)
+            del child
+            assert not any(map(is_of_a_channel, os.listdir("/proc/self/fd"))), at
+            if not is_interrupted:
+                break
+        assert at > 20
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def is_of_a_channel(number: str) -> bool:
+    """True if the open file with this number is the anonymous file of an answer."""
+    try:
+        return "memfd:answer" in os.readlink(f"/proc/self/fd/{number}")
+    except FileNotFoundError:  # it was closed
+        return False
 
 
 @pytest.mark.parametrize("files_in_memory", ["allowed", "forbidden", "unknown"])
