@@ -6,9 +6,9 @@ as a mask, has reasons in every layer, and its condition changes in every layer.
 each change would take time and memory that grow with the square of the number of layers. So only what changes is
 computed:
 
-- Reasons that say nothing new are left out by the rules of `planner.search.presolve` as soon as they begin, unless a
-  single reason would replace very many. Most of the time what is left is short, or does not change from one layer to
-  the next.
+- Reasons that say nothing new are left out by the rules of `planner.search.presolve` as soon as they begin. An
+  exception is a reason that would make very many others unnecessary: then all are kept. Most of the time what is left
+  is short, or does not change from one layer to the next.
 - What is left is kept as a stack in the order in which it began. A state of the stack is a `SharedCondition`: the last
   reason, and the number of the condition before it. Layers are nested in time, so the backward comes back to the
   conditions of the forward.
@@ -30,8 +30,9 @@ ALWAYS = -1
 
 
 _MOST_COVERED = 1024
-"""Maximum number of units that a rest may cover (`ConditionNow._covers`). In a network of hundreds of layers, a reason
-that begins and ends in every layer would otherwise replace the reasons of all layers each time."""
+"""If a rest could cover more units than this when it begins (`ConditionNow._covers`), no reason is left out because of
+it. Otherwise, in a network of hundreds of layers, a reason that begins and ends in every layer would remove the reasons
+of all layers and add them again, each time. The condition stays the same, but its list of reasons can be longer."""
 
 
 class SharedConditions:
@@ -127,12 +128,13 @@ class ConditionNow:
         self._rests: Counter[frozenset[int]] = Counter()
         """The rests in `_rest`, each with the number of sets that have it."""
         self._large: set[frozenset[int]] = set()
-        """Those of these rests that could cover too many units. What they imply is not left out."""
+        """The rests that could cover more than `_MOST_COVERED` units when they began. They are not in `_rests_from`,
+        and `_covers` does not count them."""
         self._rests_from: dict[int, set[frozenset[int]]] = defaultdict(set)
-        """The other rests by their smallest unit."""
+        """The rests that are not in `_large`, by their smallest unit."""
         self._covers: dict[int, int] = {}
-        """For each unit of `_selected`, the number of these other rests that it excludes: "the unit is selected" then
-        implies that no unit of this rest is selected."""
+        """For each unit of `_selected`, the number of rests in `_rests_from` that it excludes. If it is not 0, the
+        reason "the unit is selected" is left out, because it implies that no unit of such a rest is selected."""
         self._changes = _Changes()
         self._stack: list[tuple[Reason, int]] = []
         """The reasons that are left, each with the number of the condition that it is the last reason of."""

@@ -30,8 +30,8 @@ class AnswerChannel:
     def __init__(self) -> None:
         self._descriptors: dict[str, int] = {}
         """Open descriptors: 'file' (for the value), 'reader' and 'writer' (the ends of the pipe)."""
-        self._file: tuple[int, int] | None = None
-        """Device and inode of the file; None before it is opened."""
+        self._identities: dict[str, tuple[int, int]] = {}
+        """Device and inode of the file and of the pipe, by the name of the descriptor."""
 
     def open(self) -> None:
         """Opens the file and the pipe.
@@ -44,7 +44,7 @@ class AnswerChannel:
             self._descriptors["reader"], self._descriptors["writer"] = os.pipe()
             for name, number in self._descriptors.items():
                 self._descriptors[name] = _above_standard_streams(number)
-            self._file = _identity(self._descriptors["file"])
+            self._identities = {name: _identity(number) for name, number in self._descriptors.items()}
         except OSError as error:
             self.close()
             remedy = (
@@ -74,13 +74,20 @@ class AnswerChannel:
             OSError: the file or the pipe cannot be written to, for example because the model's code has closed them.
             Exception: whatever pickling the value raises.
         """
-        if _identity(self._descriptors["file"]) != self._file:  # the number belongs to a file of the model's code
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        for name in ("file", "writer"):
+            # If the model's code has closed it, its number may belong to another file.
+            if _identity(self._descriptors[name]) != self._identities[name]:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         with os.fdopen(self._descriptors["file"], "wb", closefd=False) as file:
             file.seek(0)
             file.truncate()
             pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
         os.write(self._descriptors["writer"], b"1")
+
+    @property
+    def is_open(self) -> bool:
+        """True if a descriptor is open."""
+        return bool(self._descriptors)
 
     @property
     def is_ready(self) -> bool:

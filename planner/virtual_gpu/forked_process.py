@@ -7,6 +7,7 @@ has the user's model without pickling it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import multiprocessing
 import os
@@ -30,6 +31,8 @@ from planner.spawned.lifetime import end_with
 _NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
 """Text in the error that autograd raises in a child forked after a backward (torch/csrc/autograd/engine.cpp)."""
 
+_NO_ROOM = errno.EFBIG, errno.ENOSPC
+"""Numbers of the errors that a file may not become larger, or that its disk is full."""
 _SHORTEST_PAUSE = 0.001
 """Seconds before it is checked again whether a child that has answered has ended. Later pauses are longer."""
 _SECONDS_BETWEEN_CHECKS = 0.2
@@ -151,7 +154,7 @@ class _Fork:
 
     def __del__(self) -> None:
         # After an interrupt, the owner may have no reference to this object any more, so that nothing else ends it.
-        if os.getpid() == self._parent:
+        if os.getpid() == self._parent and (self._pid is not None or self._answer.is_open):
             self.end()
 
     def end(self) -> None:
@@ -325,17 +328,21 @@ def _serve(function: Callable[[Refuse], Any], answer: AnswerChannel) -> None:
             result = ("error", _translated(error))
         try:
             answer.send(result)
-        except OSError as error:
-            why = (
-                f"the child process that rehearses the step cannot write its result ({error.strerror}): raise the "
-                "limit on the size of files (`ulimit -f`), or set TMPDIR to a folder with free space"
-            )
-            answer.send(("error", MachineError(why)))
-        except Exception as error:  # the value cannot be pickled
-            answer.send(("error", _translated(error)))
+        except Exception as error:  # the value cannot be pickled or written
+            answer.send(("error", _why_not_sent(error)))
         code = 0
     finally:
         os._exit(code)
+
+
+def _why_not_sent(error: Exception) -> PlannerError:
+    """Converts an error of `AnswerChannel.send`: of pickling the value, or of writing it."""
+    if not (isinstance(error, OSError) and error.errno in _NO_ROOM):
+        return _translated(error)
+    return MachineError(
+        f"the child process that rehearses the step cannot write its result ({os.strerror(error.errno)}): raise the "
+        "limit on the size of files (`ulimit -f`), or set TMPDIR to a folder with free space"
+    )
 
 
 def _print_to_standard_error() -> None:

@@ -486,25 +486,39 @@ def test_a_child_that_has_closed_its_files_can_be_forked(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_file_that_gets_the_number_of_the_answer_is_left_alone(tmp_path):
+def test_a_file_that_gets_the_number_of_the_answer_is_left_alone(tmp_path, monkeypatch):
     path = tmp_path / "own"
     path.write_bytes(bytes(800))
 
     def opens_own_files() -> None:
         os.closerange(3, 200)
-        for _ in range(30):
+        for _ in range(3, 200):
             os.open(path, os.O_RDWR)
 
-    with pytest.raises(RehearsalProcessError, match="without a result: exit code 1"):
-        run_in_child(opens_own_files)
-    assert path.read_bytes() == bytes(800)
+    def opens_own_files_at_the_pipe() -> None:
+        os.closerange(max(channel._descriptors.values()), 200)
+        for _ in range(3, 200):
+            os.open(path, os.O_RDWR)
+
+    open_channel, channel = answer.AnswerChannel.open, None
+
+    def noted(self) -> None:
+        nonlocal channel
+        open_channel(self)
+        channel = self
+
+    monkeypatch.setattr(answer.AnswerChannel, "open", noted)
+    for function in (opens_own_files, opens_own_files_at_the_pipe):
+        with pytest.raises(RehearsalProcessError, match="without a result: exit code 1"):
+            run_in_child(function)
+        assert path.read_bytes() == bytes(800)
 
 
 def test_an_answer_that_may_not_be_written_names_the_limit():
     resource = pytest.importorskip("resource")
 
     def limited() -> bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return bytes(1 << 20)
 
     with pytest.raises(MachineError, match=r"cannot write its result \(File too large\).*`ulimit -f`"):
@@ -513,15 +527,17 @@ def test_an_answer_that_may_not_be_written_names_the_limit():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open files are counted in /proc")
 def test_an_interrupt_at_any_line_leaves_no_descriptor_open():
-    """SIGINT arrives at the line number `at` of those that run in these files after the fork."""
+    """At each line that runs in these files after the fork, SIGINT arrives once."""
     files = {forked_process.__file__, answer.__file__, interrupts.__file__}
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    opened = len(os.listdir("/proc/self/fd"))
     try:
         for at in itertools.count():
-            child, lines = Child(lambda refuse: 7), itertools.count()
+            child, lines, sent = Child(lambda refuse: 7), itertools.count(), []
 
-            def traced(frame, event, argument, at=at, lines=lines):
+            def traced(frame, event, argument, at=at, lines=lines, sent=sent):
                 if frame.f_code.co_filename in files and event == "line" and next(lines) == at:
+                    sent.append(at)
                     signal.raise_signal(signal.SIGINT)
                 return traced if frame.f_code.co_filename in files else None
 
@@ -535,20 +551,22 @@ def test_an_interrupt_at_any_line_leaves_no_descriptor_open():
             finally:
                 sys.settrace(tracing)
             del child
-            assert not any(map(is_of_a_channel, os.listdir("/proc/self/fd"))), at
-            if not is_interrupted:
+            assert len(os.listdir("/proc/self/fd")) == opened, at
+            assert is_interrupted == bool(sent), at
+            if not sent:
                 break
         assert at > 20
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def is_of_a_channel(number: str) -> bool:
-    """True if the open file with this number is the anonymous file of an answer."""
-    try:
-        return "memfd:answer" in os.readlink(f"/proc/self/fd/{number}")
-    except FileNotFoundError:  # it was closed
-        return False
+def test_a_child_that_has_ended_does_nothing_when_nobody_refers_to_it(monkeypatch):
+    """An interrupt in `__del__` would be lost."""
+    child, ended = Child(lambda refuse: 7), []
+    assert child.result() == 7
+    monkeypatch.setattr(type(child._process), "end", ended.append)
+    del child
+    assert not ended
 
 
 @pytest.mark.parametrize("files_in_memory", ["allowed", "forbidden", "unknown"])
