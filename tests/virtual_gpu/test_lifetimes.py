@@ -564,7 +564,7 @@ def test_a_child_that_has_ended_does_nothing_when_nobody_refers_to_it(monkeypatc
     """An interrupt in `__del__` would be lost."""
     child, ended = Child(lambda refuse: 7), []
     assert child.result() == 7
-    monkeypatch.setattr(type(child._process), "end", ended.append)
+    monkeypatch.setattr(type(child._process), "end", lambda self: ended.append(True))
     del child
     assert not ended
 
