@@ -64,7 +64,7 @@ class AnswerChannel:
         for name in names or reversed([*self._descriptors]):
             number = self._descriptors.pop(name, None)  # later, the number may belong to another file
             if number is not None:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # the model's code has closed it
                     os.close(number)
 
     def send(self, value: Any) -> None:

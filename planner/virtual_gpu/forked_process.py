@@ -158,7 +158,7 @@ class _Fork:
             self.end()
 
     def end(self) -> None:
-        """Ends the process. A second call does nothing, because the first one drops the process id and the answer."""
+        """Ends the process. A second call does nothing, because the first one drops the process id and descriptors."""
         with interrupts_held_back():
             if self._pid is not None:
                 with contextlib.suppress(ProcessLookupError):  # it has ended, and the system has dropped its status
