@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planner.derive.graph_cache import GraphCache
 from planner.plan_types.decision_base import Decision
 from planner.recording.step_graph import StepGraph
 from planner.virtual_gpu.forked_process import Running, end_all
-
-_MOST_OPS = 200_000
-"""Maximum number of ops in all cached certificates together. An op takes about a kilobyte of memory."""
 
 Start = Callable[[tuple[Decision, ...]], Running]
 """Starts a child process that rewrites the training step by these decisions and rehearses it twice in a row."""
@@ -37,8 +35,7 @@ class Certificates:
         """
         self._start, self._finish = start, finish
         self._start_in_background = start_in_background or start
-        self._cached: dict[tuple[Decision, ...], StepGraph] = {}
-        """Certificates in the cache, from the least to the most recently used."""
+        self._cached: GraphCache[tuple[Decision, ...]] = GraphCache()
         self._begun: dict[tuple[Decision, ...], Running] = {}
         """Rehearsals that were started by `begin`."""
         self._in_background: dict[tuple[Decision, ...], Running] = {}
@@ -48,11 +45,9 @@ class Certificates:
 
     def of(self, decisions: tuple[Decision, ...]) -> StepGraph:
         """Returns the certificate of `decisions`, from the cache or by a rehearsal."""
-        child = None if decisions in self._cached else self._child(decisions)
-        graph = self._cached.pop(decisions) if child is None else self._finish(child.result())
-        self._cached[decisions] = graph
-        while len(self._cached) > 1 and sum(len(graph.ops) for graph in self._cached.values()) > _MOST_OPS:
-            del self._cached[next(iter(self._cached))]
+        graph = self._cached.get(decisions)
+        if graph is None:
+            graph = self._cached.add(decisions, self._finish(self._child(decisions).result()))
         return graph
 
     def begin(self, decisions: tuple[Decision, ...]) -> None:

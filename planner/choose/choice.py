@@ -125,6 +125,28 @@ class Certified:
         )
         return dataclasses.replace(self, choice=promised, more_bytes=0)
 
+    @property
+    def time_rank(self) -> tuple[int, tuple[int, int, int]]:
+        """Sort key: step time in nanoseconds of the certificate, then `Choice.rank`. The least is the fastest plan."""
+        return self.measured.footprint.step_ns, self.choice.rank
+
+
+@dataclasses.dataclass
+class BestPlans:
+    """The best of the plans that were certified so far. The others are not kept, because each holds a recording."""
+
+    fastest: Certified | None = None
+    """The fastest plan that fits; None if none does."""
+    smallest: Certified | None = None
+    """The plan with the smallest peak of its tensors; None if there is no plan."""
+
+    def add(self, plan: Certified) -> None:
+        """Keep a plan if it is the fastest one that fits, or the smallest one. Among equal plans, the first is kept."""
+        if plan.measured.fits and (self.fastest is None or plan.time_rank < self.fastest.time_rank):
+            self.fastest = plan
+        if self.smallest is None or plan.measured.curve_bytes < self.smallest.measured.curve_bytes:
+            self.smallest = plan
+
 
 def simplest_in_tie(found: Sequence[Choice]) -> Choice:
     """Returns the choice with the best rank among those that take at most `TIE` times as long as the fastest one.

@@ -17,7 +17,7 @@ import torch
 from planner.choose.bounds import Bounds, least_updates, optimizer_peak_bytes
 from planner.choose.candidates import Candidates, ChunkedCandidates
 from planner.choose.certificates import Certificates
-from planner.choose.choice import Certified, Choice
+from planner.choose.choice import BestPlans, Certified, Choice
 from planner.choose.chooser import Chooser
 from planner.choose.recordings import Recordings, Start
 from planner.choose.searches import Searches
@@ -80,7 +80,7 @@ class PlanningSession:
             watch: limits the time of planning, and receives its progress; None for no limit.
         """
         self.workload, self.card, self._budget, self.watch = workload, card, budget, watch or Watch()
-        self._plans: dict[bool, list[Certified]] = {False: [], True: []}
+        self._plans = {False: BestPlans(), True: BestPlans()}
         """Plans that were certified under this budget, from before and after recordings were dropped as wrong."""
         self._asked: Constraints | None = None
         """The constraints whose plans are reported as progress; None if none are."""
@@ -162,7 +162,7 @@ class PlanningSession:
     def _copy(self) -> PlanningSession:
         """Returns a session without plans, which shares recordings, candidates and certificates."""
         other = copy.copy(self)
-        other._plans, other._asked = {False: [], True: []}, None
+        other._plans, other._asked = {False: BestPlans(), True: BestPlans()}, None
         other.__dict__.pop("baseline", None)
         return other
 
@@ -263,21 +263,22 @@ class PlanningSession:
 
     def note(self, certified: Certified, constraints: Constraints) -> None:
         """Note a certified plan of the search, so that it is known if the time is up, and report it if it is better."""
-        self._plans[self.recordings.is_dropped].append(certified)
+        self._plans[self.recordings.is_dropped].add(certified)
         if constraints == self._asked and certified.measured.fits and self.quick_enough(certified, constraints):
             footprint, baseline = certified.measured.footprint, self.baseline.measured.footprint
             self.watch.found(footprint.total_bytes, footprint.step_ns / max(baseline.step_ns, 1))
 
     def best_known(self, constraints: Constraints) -> Certified | None:
         """Returns the fastest certified plan that fits, or the baseline if it fits; None if no such plan is known."""
-        known = [*self._plans[self.recordings.is_dropped], *(() if constraints.forced else (self.baseline,))]
-        fitting = [plan for plan in known if plan.measured.fits and self.quick_enough(plan, constraints)]
-        return min(fitting, key=lambda plan: (plan.measured.footprint.step_ns, plan.choice.rank), default=None)
+        known = self._plans[self.recordings.is_dropped].fastest, None if constraints.forced else self.baseline
+        fitting = [plan for plan in known if plan and plan.measured.fits and self.quick_enough(plan, constraints)]
+        return min(fitting, key=lambda plan: plan.time_rank, default=None)
 
     def smallest_known(self) -> Certified:
         """Returns the smallest certified plan so far, or the baseline, under the smallest budget in which it runs."""
-        known = (*self._plans[self.recordings.is_dropped], self.baseline)
-        return self.measure_at_smallest_budget(min(known, key=lambda plan: plan.measured.curve_bytes))
+        smallest = self._plans[self.recordings.is_dropped].smallest or self.baseline
+        known = min(smallest, self.baseline, key=lambda plan: plan.measured.curve_bytes)
+        return self.measure_at_smallest_budget(known)
 
     @property
     def seconds_to_measure_smallest(self) -> float:
