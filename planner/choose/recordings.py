@@ -7,6 +7,9 @@ optimizer, only the update is recorded, and it replaces the update in the record
 the update is part of the backward. If a model has many identical layers, only a few of them are recorded, provided that
 the baseline shows the same events (`Shortening`), and the recording is lengthened (`lengthen`). An update after the
 backward is then recorded for all layers.
+
+A recording with all layers may take hundreds of megabytes. So it is made last, after the extrapolation, and it is made
+again from the short recordings if it is asked for after it has left the cache.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from planner.derive.extrapolate import BASE_SIZES, extrapolate
 from planner.derive.graft_optimizer import can_be_grafted, graft_update
+from planner.derive.graph_cache import GraphCache
 from planner.derive.same_step import is_same_step
 from planner.derive.shortening import Shortening, with_all_layers
 from planner.errors import StepError, WorkloadError
@@ -26,6 +30,7 @@ from planner.recording.repeats.layer_runs import LayerRun
 from planner.recording.step_graph import StepGraph
 from planner.space.configurations import Config
 from planner.space.micro_batches import MicroBatching
+from planner.space.refused_sizes import RefusedSizes
 from planner.virtual_gpu.forked_process import Running, end_all
 
 Start = Callable[[tuple[Decision, ...], tuple[int, ...], tuple[LayerRun, ...]], Running]
@@ -39,6 +44,10 @@ StartUpdate = Callable[[tuple[Decision, ...]], Running]
 
 _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
 """Decisions and micro-batch sizes of a recording. Without sizes, it is a recording of the update alone."""
+
+
+class _IrregularError(Exception):
+    """A recording cannot be extrapolated, because the recordings with the base sizes are not alike."""
 
 
 class Recordings:
@@ -67,10 +76,13 @@ class Recordings:
         self._finish = finish
         self._most_parts = 3 if is_last_different else 2
         """Maximum number of micro-batches in a recording."""
-        self._finished: dict[tuple[bool, _Key], StepGraph] = {}
-        self._together: dict[_Key, StepGraph] = {}
         self._recorded: dict[_Key, StepGraph] = {}
+        """Recordings as the children made them: some have only a few layers."""
         self._running: dict[_Key, Running] = {}
+        self._steps: GraphCache[tuple[tuple[_Key, ...], int | None]] = GraphCache()
+        """Steps with all layers and with the baseline's update, by the recordings from which they follow."""
+        self._finished: GraphCache[tuple[bool, _Key]] = GraphCache()
+        """Whole steps, with the workspaces of kernels."""
         self._irregular: set[tuple[Decision, ...]] = set()
         """Configurations whose recordings cannot be extrapolated."""
         self._with_all_layers: set[_Key] = set()
@@ -79,8 +91,7 @@ class Recordings:
         """Lengthened recordings that equal recordings of all layers."""
         self._failed: dict[_Key, StepError] = {}
         """Errors of the recordings that failed."""
-        self._refused: dict[int, StepError] = {}
-        """Errors of micro-batch sizes with which the model failed in a configuration that runs the whole batch."""
+        self._sizes = RefusedSizes()
 
     def prefetch(self, config: Config, splits: Iterable[MicroBatching], *, updates_only: bool = False) -> None:
         """Start the recordings that `of()` will need for these splits.
@@ -122,46 +133,34 @@ class Recordings:
 
     def _predicted(self, config: tuple[Decision, ...], size: int, parts: int) -> StepGraph | None:
         """Returns the recording that is extrapolated from the base sizes; None if it cannot be."""
-        try:
-            two, three = (self._without_workspaces(config, (base,) * parts) for base in BASE_SIZES)
-        except WorkloadError:  # the model may need groups of samples
-            return None
-        # Workspaces are not affine in the number of samples: they are added to the predicted recording.
-        graph = extrapolate(two, three, size)
-        return graph and self._finish(graph)
+        known = self.is_dropped, _accumulated(config, (size,) * parts)
+        graph = self._finished.get(known)
+        if graph is None:
+            small = {(base,) * parts: _accumulated(config, (base,) * parts) for base in BASE_SIZES}
+            try:
+                for sizes, key in small.items():
+                    with self._sizes.named(config, sizes):
+                        self._result(self._parts(key)[0])
+                graph = self._joined((*small.values(),), size)
+            except (WorkloadError, _IrregularError):  # the model may need groups of samples
+                return None
+            # Workspaces are not affine in the number of samples: they are added to the predicted recording.
+            self._finished.add(known, graph := self._finish(graph))
+        return graph
 
     def _in_parts(self, config: tuple[Decision, ...], sizes: tuple[int, ...]) -> StepGraph:
-        """Returns the recording of a step with micro-batches of these sizes. Raises as `_without_workspaces`."""
-        self._without_workspaces(config, sizes)
-        return self._get(_accumulated(config, sizes))
-
-    def _without_workspaces(self, config: tuple[Decision, ...], sizes: tuple[int, ...]) -> StepGraph:
-        """Returns the recording of a step with micro-batches of these sizes, without the workspaces of kernels.
-
-        Raises:
-            WorkloadError: the model fails with so few samples. The message names the sizes.
-        """
-        size, *others = dict.fromkeys(sizes)
-        if size in self._refused:
-            raise self._refused[size]
-        try:
-            return self._joined(_accumulated(config, sizes))
-        except WorkloadError as error:
-            refused = WorkloadError(
-                f"the model fails with micro-batches of {' and '.join(map(str, (size, *others)))} samples: {error}"
-            )
-            if not others and any(decisions == config and len(sizes) == 1 for decisions, sizes in self._together):
-                self._refused[size] = refused
-            raise refused from error
+        """Returns the recording of a step with micro-batches of these sizes. Raises as `RefusedSizes.named`."""
+        with self._sizes.named(config, sizes):
+            return self._get(_accumulated(config, sizes))
 
     def trained(self, config: tuple[Decision, ...], split: MicroBatching) -> tuple[str, ...]:
         """Returns the names of the parameters that get a gradient in a step that runs the whole batch."""
-        return self._result(self._parts((config, (split.size,)))[0]).trained
+        return self._step(self._parts((config, (split.size,)))[:1]).trained
 
     def finished_by(self, finish: Callable[[StepGraph], StepGraph]) -> Recordings:
         """Returns the same recordings with other workspaces of kernels."""
         other = copy.copy(self)
-        other._finish, other._finished = finish, {}
+        other._finish, other._finished = finish, GraphCache()
         return other
 
     def close(self) -> None:
@@ -183,22 +182,57 @@ class Recordings:
 
     def _get(self, key: _Key) -> StepGraph:
         known = self.is_dropped, key
-        if known not in self._finished:
-            self._finished[known] = self._finish(self._joined(key))
-        return self._finished[known]
+        graph = self._finished.get(known)
+        if graph is None:
+            graph = self._finished.add(known, self._finish(self._joined((key,))))
+            if len(key[1]) == 1:
+                self._sizes.ran_whole(key[0])
+        return graph
 
-    def _joined(self, key: _Key) -> StepGraph:
-        """Returns a recording with its update, without the workspaces of kernels."""
-        if key not in self._together:
-            _, update = self._parts(key)
-            if update is not None:
-                self._begin(update)
-            graph = self._result(self._parts(key)[0])
-            _, update = self._parts(key)  # without the update, if it turned out that all layers have to be recorded
-            if update is not None:
-                graph = graft_update(graph, self._result(update)) if can_be_grafted(graph) else self._result(key)
-            self._together[key] = graph
-        return self._together[key]
+    def _joined(self, keys: tuple[_Key, ...], size: int | None = None) -> StepGraph:
+        """Returns a recording of all layers with its update, without the workspaces of kernels.
+
+        Args:
+            keys: one recording; with `size`, the two from which the recording is extrapolated.
+            size: number of samples in each micro-batch of the extrapolated recording.
+
+        Raises:
+            _IrregularError: the recording cannot be extrapolated.
+        """
+        for part in itertools.chain.from_iterable(map(self._parts, keys)):
+            if part is not None:
+                self._begin(part)
+        for key in keys:
+            self._result(self._parts(key)[0])
+        steps, updates = zip(*map(self._parts, keys), strict=True)  # no updates, if all layers have to be recorded
+        update = updates[0]
+        if update is not None and not all(can_be_grafted(self._result(step)) for step in steps):
+            steps, update = keys, None
+        graph = self._step(steps, size)
+        return graph if update is None else graft_update(graph, self._result(update))
+
+    def _step(self, parts: tuple[_Key, ...], size: int | None = None) -> StepGraph:
+        """Returns the recording that `_joined` returns, with the update of `parts`. Raises as `_joined`."""
+        recorded = [self._result(part) for part in parts]
+        known = self._steps.get((parts, size))
+        if known is not None:
+            return known
+        graph = recorded[0] if size is None else extrapolate(recorded[0], recorded[1], size)
+        if graph is None:
+            raise _IrregularError
+        few = [part for part in parts if self._is_lengthened(part)]
+        if few:
+            graph = with_all_layers(graph, self._shortening.runs) if len(few) == len(parts) else None
+        if graph is None:
+            self._record_all_layers(few)
+            return self._step(parts, size)
+        return graph if graph is recorded[0] else self._steps.add((parts, size), graph)
+
+    def _record_all_layers(self, parts: Iterable[_Key]) -> None:
+        """Drop recordings of a few layers that cannot be lengthened. They will be made with all layers."""
+        for part in parts:
+            self._with_all_layers.add(part)
+            self._recorded.pop(part, None)
 
     def _begin(self, part: _Key) -> None:
         if part not in self._recorded and part not in self._running and part not in self._failed:
@@ -242,6 +276,7 @@ class Recordings:
         return self._may_be_lengthened(part) and part not in self._with_all_layers
 
     def _result(self, part: _Key) -> StepGraph:
+        """Returns a recording as the child made it: of a few layers, if it is lengthened."""
         if part in self._failed:
             raise self._failed[part]
         if part not in self._recorded:
@@ -249,24 +284,15 @@ class Recordings:
             is_lengthened = self._is_lengthened(part)
             if is_lengthened and not self._may_lengthen():
                 return self._result(part)
-            child = self._running.pop(part)
             try:
-                graph = self._lengthened(child) if is_lengthened else child.result()
+                self._recorded[part] = self._running.pop(part).result()
             except StepError as error:
+                if is_lengthened:
+                    self._record_all_layers([part])
+                    return self._result(part)  # raises the error again if the reason is not that layers are missing
                 self._failed[part] = error
                 raise
-            if graph is None:
-                self._with_all_layers.add(part)
-                return self._result(part)
-            self._recorded[part] = graph
         return self._recorded[part]
-
-    def _lengthened(self, child: Running) -> StepGraph | None:
-        """Returns the recording of all layers; None if it cannot be known from those that were recorded."""
-        try:
-            return with_all_layers(child.result(), self._shortening.runs)
-        except StepError:  # If the model does not need all its layers, the next recording raises the error again.
-            return None
 
     # ---- are lengthened recordings right? ----------------------------------------------------------------------------
 
@@ -329,7 +355,8 @@ class Recordings:
                     full = children.pop(part).result()
                 except StepError:  # a step that cannot be recorded must not be promised
                     full = None
-                if not is_same_step(full, self._recorded[part]):
+                longer = with_all_layers(self._recorded[part], self._shortening.runs)
+                if longer is None or not is_same_step(full, longer):
                     self._drop_all()
                     return True
                 self._compared.add(part)
@@ -347,7 +374,8 @@ class Recordings:
         if any(self._is_lengthened(part) for part in self._recorded):
             self._shortening.is_dropped = True
         self._shortening.end()
-        for known in (self._running, self._recorded, self._together, self._failed, self._irregular):
+        self._sizes.forget_whole()
+        for known in (self._running, self._recorded, self._steps, self._failed, self._irregular):
             known.clear()
 
 
