@@ -48,7 +48,7 @@ class Candidate:
         self,
         config: tuple[Decision, ...],
         split: MicroBatching,
-        graph: StepGraph,
+        recording: Callable[[], StepGraph],
         card: DeviceProfile,
         *,
         recompute: tuple[type[Decision], ...],
@@ -59,7 +59,8 @@ class Candidate:
     ) -> None:
         """
         Args:
-            graph: a what-if recording of the step. Under FSDP2, all parameters are gathered again for the backward.
+            recording: returns a what-if recording of the step, each time the same. Under FSDP2, all parameters are
+                gathered again for the backward.
             recompute: kinds of decisions that may free saved tensors.
             programs: builds the integer program, for candidates with the same `card`, `recompute` and `excluded`.
             excluded: modules to which techniques must not be applied.
@@ -69,16 +70,18 @@ class Candidate:
         setting = setting_of((*config, *split.decisions()))
         self._excluded = {(kind, module) for under, kind, module in excluded if under == setting}
         self._watch = watch or Watch()
-        self._graph, self._granularity_bytes = graph, granularity_bytes(card)
+        self._recording, self._granularity_bytes = recording, granularity_bytes(card)
+        graph = recording()  # a recording of a large model is not kept, because it takes hundreds of megabytes
         self._host_copies = roofline.HostCopies(card=card, repeats=roofline.repetitions(graph, split.micro_batches))
         self._op_ns = roofline.op_times_ns(graph, card, split.micro_batches)
         self._sharding = sharding
         self._gathers = repeated_gathers(graph, [unit for way in sharding for unit in way.units_gathered_again])
-        self._gathered_once = gathered_once(graph, self._gathers)
-        self.step_ns = roofline.step_ns(self._gathered_once, card, split.micro_batches)
+        self.step_ns = roofline.step_ns(gathered_once(graph, self._gathers), card, split.micro_batches)
         """Step time in nanoseconds without recompute: no plan of this candidate is faster."""
         self._gather_ns = roofline.step_ns(graph, card, split.micro_batches) - self.step_ns if self._gathers else 0
         self.optimizer_ns = optimizer_ns(graph, self._op_ns)
+        self.has_update = graph.update_tick is not None
+        """True if the recorded optimizer update is separate from the backward, so that another one can replace it."""
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
         self._may_fit: dict[tuple[UpdateMemoryBound, int, int | None, bool], bool] = {}
         self._predictions: dict[tuple[int, ...], Prediction] = {}
@@ -88,11 +91,6 @@ class Candidate:
         self._above_bytes = 0.0
         """It is proven that all peaks are above this number of bytes."""
 
-    @property
-    def has_update(self) -> bool:
-        """True if the recorded optimizer update is separate from the backward, so that another one can replace it."""
-        return self._graph.update_tick is not None
-
     @functools.cached_property
     def peak_bytes(self) -> int:
         """Peak of the tensors without recompute."""
@@ -101,14 +99,15 @@ class Candidate:
     @functools.cached_property
     def _live_bytes(self) -> np.ndarray:
         """int64[ticks]: bytes of the tensors without recompute."""
-        return self._gathered_once.live_bytes(granularity_bytes=self._granularity_bytes)
+        graph = gathered_once(self._recording(), self._gathers)
+        return graph.live_bytes(granularity_bytes=self._granularity_bytes)
 
     @functools.cached_property
     def _program(self) -> Program:
         if self._gathers:
-            return Program(self._units_of(self._graph, self._op_ns))
+            return Program(self._units_of(self._recording(), self._op_ns))
         key, size = (without_roles(self.config, Role.OPTIMIZER), self.split), self._granularity_bytes
-        return self._programs.of(self._graph, self._op_ns, self._units_of, granularity_bytes=size, key=key)
+        return self._programs.of(self._recording, self._op_ns, self._units_of, granularity_bytes=size, key=key)
 
     def _units_of(self, graph: StepGraph, op_ns: list[int]) -> Units:
         return units_of(
@@ -139,8 +138,9 @@ class Candidate:
         Args:
             is_meant: True for the path of a module that may be among them.
         """
-        possible = checkpointable(self._graph, self._kinds, self._excluded)
-        return outermost(self._graph, [path for path in possible if is_meant(path)])
+        graph = self._recording()
+        possible = checkpointable(graph, self._kinds, self._excluded)
+        return outermost(graph, [path for path in possible if is_meant(path)])
 
     @property
     def search(self) -> milp.Search:
@@ -196,7 +196,8 @@ class Candidate:
     def _is_possible(self, update: UpdateMemoryBound, budget_bytes: int, below_ns: int | None, recompute: bool) -> bool:
         if not self.has_update:
             return True
-        relaxed = functools.partial(update.least_bytes, graph=self._graph, granularity_bytes=self._granularity_bytes)
+        graph, size = self._recording(), self._granularity_bytes
+        relaxed = functools.partial(update.least_bytes, graph=graph, granularity_bytes=size)
         fits = bool(relaxed(self._live_bytes).max() <= budget_bytes)
         if fits or not recompute:  # the units of a large model take seconds to build
             return fits
@@ -257,7 +258,9 @@ class Candidate:
     def choice(self, selection: Selection) -> Choice:
         """Returns the plan with the selected units, with the peak and the time that it promises."""
         step_ns, units = self.step_ns + selection.cost_ns, self.units if selection.units else None
-        predicted = Prediction(functools.partial(_predicted_steps, self._graph, units, selection.units), self._watch)
+        predicted = Prediction(
+            functools.partial(_predicted_steps, self._recording, units, selection.units), self._watch
+        )
         return Choice(
             decisions=self.decisions(selection.units),
             peak_bytes=selection.peak_bytes,
@@ -272,9 +275,9 @@ class Candidate:
         return Selection(units=(), peak_bytes=self.peak_bytes, cost_ns=0, status="optimal", gap=0.0, seconds=0.0)
 
 
-def _predicted_steps(graph: StepGraph, units: Units | None, selected: tuple[int, ...]) -> StepGraph:
+def _predicted_steps(recording: Callable[[], StepGraph], units: Units | None, selected: tuple[int, ...]) -> StepGraph:
     """Returns the predicted allocations of two steps with the selected units; `units` is None if none are selected."""
-    return two_selected_steps(graph, {}, ()) if units is None else units.two_steps(graph, selected)
+    return two_selected_steps(recording(), {}, ()) if units is None else units.two_steps(recording(), selected)
 
 
 class Candidates:
@@ -317,11 +320,11 @@ class Candidates:
         self._drop_outdated()
         key = (config, split)
         if key not in self._candidates:
-            graph = with_whole_batch(self._recordings.of(config, split), self._batch_bytes)
+            recorded, size = self._recordings.of(config, split), self._batch_bytes
             self._candidates[key] = Candidate(
                 config,
                 split,
-                graph,
+                lambda: with_whole_batch(recorded(), size),
                 self._card,
                 recompute=self._recompute,
                 programs=self._programs,

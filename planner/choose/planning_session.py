@@ -176,7 +176,7 @@ class PlanningSession:
         self._guessed_trained = self.recordings.trained(config, whole)
         other = self._copy()
         other.searches = self.searches.add_guesses()
-        other.baseline_graph = self.recordings.of(config, whole)
+        other.baseline_graph = self.recordings.of(config, whole)()
         return other
 
     def is_ready(self, choice: Choice) -> bool:

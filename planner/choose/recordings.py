@@ -8,8 +8,8 @@ the update is part of the backward. If a model has many identical layers, only a
 the baseline shows the same events (`Shortening`), and the recording is lengthened (`lengthen`). An update after the
 backward is then recorded for all layers.
 
-A recording with all layers may take hundreds of megabytes. So it is made last, after the extrapolation, and it is made
-again from the short recordings if it is asked for after it has left the cache.
+A recording with all layers may take hundreds of megabytes. So recordings are extrapolated first and lengthened last,
+and what is derived is a `DerivedGraph`: after it has left the cache, it is derived again from the short recordings.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 
 from planner.derive.extrapolate import BASE_SIZES, extrapolate
 from planner.derive.graft_optimizer import can_be_grafted, graft_update
-from planner.derive.graph_cache import GraphCache
+from planner.derive.graph_cache import DerivedGraph, GraphCache
 from planner.derive.same_step import is_same_step
 from planner.derive.shortening import Shortening, with_all_layers
 from planner.errors import StepError, WorkloadError
@@ -79,10 +80,12 @@ class Recordings:
         self._recorded: dict[_Key, StepGraph] = {}
         """Recordings as the children made them: some have only a few layers."""
         self._running: dict[_Key, Running] = {}
-        self._steps: GraphCache[tuple[tuple[_Key, ...], int | None]] = GraphCache()
-        """Steps with all layers and with the baseline's update, by the recordings from which they follow."""
-        self._finished: GraphCache[tuple[bool, _Key]] = GraphCache()
-        """Whole steps, with the workspaces of kernels."""
+        self._steps: dict[tuple[tuple[_Key, ...], int | None], DerivedGraph] = {}
+        """Steps with all layers and with their own updates, by the recordings from which they are derived."""
+        self._finished: dict[tuple[bool, _Key], DerivedGraph] = {}
+        """Steps with their updates and with the workspaces of kernels."""
+        self._caches: tuple[GraphCache[object], GraphCache[object]] = GraphCache(), GraphCache()
+        """The caches of both."""
         self._irregular: set[tuple[Decision, ...]] = set()
         """Configurations whose recordings cannot be extrapolated."""
         self._with_all_layers: set[_Key] = set()
@@ -113,14 +116,17 @@ class Recordings:
         """Returns the numbers of micro-batches in the recordings of these splits, without that of the whole batch."""
         return sorted({min(split.micro_batches, self._most_parts) for split in splits} - {1})
 
-    def of(self, config: tuple[Decision, ...], split: MicroBatching) -> StepGraph:
+    def of(self, config: tuple[Decision, ...], split: MicroBatching) -> DerivedGraph:
         """Returns the recording of a step with this split, recorded or predicted.
 
         It has one micro-batch (the whole batch), or two, of which the second stands for all others. If the last one
-        differs, a third micro-batch stands for it.
+        differs, a third micro-batch stands for it. It does not change if recordings are dropped later.
         """
         if split.micro_batches == 1:
-            return self._get((config, (split.size,)))
+            whole = config, (split.size,)
+            graph = self._get(whole, (whole,))
+            self._sizes.ran_whole(config)
+            return graph
         if split.last is not None:
             return self._in_parts(config, (split.size, split.last))
         (parts,) = self._parts_of([split])
@@ -131,36 +137,31 @@ class Recordings:
             self._irregular.add(config)
         return self._in_parts(config, (split.size,) * parts)
 
-    def _predicted(self, config: tuple[Decision, ...], size: int, parts: int) -> StepGraph | None:
+    def _predicted(self, config: tuple[Decision, ...], size: int, parts: int) -> DerivedGraph | None:
         """Returns the recording that is extrapolated from the base sizes; None if it cannot be."""
-        known = self.is_dropped, _accumulated(config, (size,) * parts)
-        graph = self._finished.get(known)
-        if graph is None:
-            small = {(base,) * parts: _accumulated(config, (base,) * parts) for base in BASE_SIZES}
-            try:
-                for sizes, key in small.items():
-                    with self._sizes.named(config, sizes):
-                        self._result(self._parts(key)[0])
-                graph = self._joined((*small.values(),), size)
-            except (WorkloadError, _IrregularError):  # the model may need groups of samples
-                return None
-            # Workspaces are not affine in the number of samples: they are added to the predicted recording.
-            self._finished.add(known, graph := self._finish(graph))
-        return graph
+        small = {(base,) * parts: _accumulated(config, (base,) * parts) for base in BASE_SIZES}
+        try:
+            for sizes, key in small.items():
+                with self._sizes.named(config, sizes):
+                    self._result(self._parts(key)[0])
+            return self._get(_accumulated(config, (size,) * parts), tuple(small.values()), size)
+        except (WorkloadError, _IrregularError):  # the model may need groups of samples
+            return None
 
-    def _in_parts(self, config: tuple[Decision, ...], sizes: tuple[int, ...]) -> StepGraph:
+    def _in_parts(self, config: tuple[Decision, ...], sizes: tuple[int, ...]) -> DerivedGraph:
         """Returns the recording of a step with micro-batches of these sizes. Raises as `RefusedSizes.named`."""
+        key = _accumulated(config, sizes)
         with self._sizes.named(config, sizes):
-            return self._get(_accumulated(config, sizes))
+            return self._get(key, (key,))
 
     def trained(self, config: tuple[Decision, ...], split: MicroBatching) -> tuple[str, ...]:
         """Returns the names of the parameters that get a gradient in a step that runs the whole batch."""
-        return self._step(self._parts((config, (split.size,)))[:1]).trained
+        return self._step(self._parts((config, (split.size,)))[:1])().trained
 
     def finished_by(self, finish: Callable[[StepGraph], StepGraph]) -> Recordings:
         """Returns the same recordings with other workspaces of kernels."""
         other = copy.copy(self)
-        other._finish, other._finished = finish, GraphCache()
+        other._finish, other._finished = finish, {}
         return other
 
     def close(self) -> None:
@@ -180,17 +181,8 @@ class Recordings:
         if update is not None and has_role(key[0], Role.OPTIMIZER):  # other updates need the recording of the baseline
             self._begin(update)
 
-    def _get(self, key: _Key) -> StepGraph:
-        known = self.is_dropped, key
-        graph = self._finished.get(known)
-        if graph is None:
-            graph = self._finished.add(known, self._finish(self._joined((key,))))
-            if len(key[1]) == 1:
-                self._sizes.ran_whole(key[0])
-        return graph
-
-    def _joined(self, keys: tuple[_Key, ...], size: int | None = None) -> StepGraph:
-        """Returns a recording of all layers with its update, without the workspaces of kernels.
+    def _get(self, key: _Key, keys: tuple[_Key, ...], size: int | None = None) -> DerivedGraph:
+        """Returns the recording of `key`, with the workspaces of kernels.
 
         Args:
             keys: one recording; with `size`, the two from which the recording is extrapolated.
@@ -199,34 +191,50 @@ class Recordings:
         Raises:
             _IrregularError: the recording cannot be extrapolated.
         """
+        known = self.is_dropped, key
+        if known not in self._finished:
+            joined, finish = self._joined(keys, size), self._finish
+            # Workspaces are not affine in the number of samples: they are added to the extrapolated recording.
+            self._finished[known] = DerivedGraph(lambda: finish(joined()), self._caches[1])
+        return self._finished[known]
+
+    def _joined(self, keys: tuple[_Key, ...], size: int | None) -> Callable[[], StepGraph]:
+        """Returns a function that returns a recording with its update. For arguments and errors see `_get`."""
         for part in itertools.chain.from_iterable(map(self._parts, keys)):
             if part is not None:
                 self._begin(part)
         for key in keys:
             self._result(self._parts(key)[0])
         steps, updates = zip(*map(self._parts, keys), strict=True)  # no updates, if all layers have to be recorded
-        update = updates[0]
-        if update is not None and not all(can_be_grafted(self._result(step)) for step in steps):
-            steps, update = keys, None
-        graph = self._step(steps, size)
-        return graph if update is None else graft_update(graph, self._result(update))
+        if updates[0] is None:
+            return self._step(steps, size)
+        if not all(can_be_grafted(self._result(step)) for step in steps):
+            return self._step(keys, size)
+        step, update = self._step(steps, size), self._result(updates[0])
+        return lambda: graft_update(step(), update)
 
-    def _step(self, parts: tuple[_Key, ...], size: int | None = None) -> StepGraph:
-        """Returns the recording that `_joined` returns, with the update of `parts`. Raises as `_joined`."""
+    def _step(self, parts: tuple[_Key, ...], size: int | None = None) -> Callable[[], StepGraph]:
+        """Returns a function that returns a recording with the update that `parts` have. Raises as `_get`."""
         recorded = [self._result(part) for part in parts]
-        known = self._steps.get((parts, size))
-        if known is not None:
-            return known
-        graph = recorded[0] if size is None else extrapolate(recorded[0], recorded[1], size)
-        if graph is None:
-            raise _IrregularError
+        if (parts, size) in self._steps:
+            return self._steps[parts, size]
         few = [part for part in parts if self._is_lengthened(part)]
-        if few:
-            graph = with_all_layers(graph, self._shortening.runs) if len(few) == len(parts) else None
+        runs = self._shortening.runs if few else ()
+        if size is None and not few:
+            return lambda: recorded[0]
+
+        def derive() -> StepGraph | None:
+            graph = recorded[0] if size is None else extrapolate(recorded[0], recorded[1], size)
+            if graph is None:
+                raise _IrregularError
+            return with_all_layers(graph, runs)
+
+        graph = derive() if len(few) in (0, len(parts)) else None
         if graph is None:
             self._record_all_layers(few)
             return self._step(parts, size)
-        return graph if graph is recorded[0] else self._steps.add((parts, size), graph)
+        self._steps[parts, size] = DerivedGraph(lambda: cast(StepGraph, derive()), self._caches[0], graph)
+        return self._steps[parts, size]
 
     def _record_all_layers(self, parts: Iterable[_Key]) -> None:
         """Drop recordings of a few layers that cannot be lengthened. They will be made with all layers."""

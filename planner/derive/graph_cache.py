@@ -1,8 +1,11 @@
-"""Keeps recordings in memory up to a number of ops. A recording of a large model takes hundreds of megabytes."""
+"""Keeps recordings in memory up to a number of ops. A recording of a large model takes hundreds of megabytes.
+
+Recordings that are derived from others may leave memory, because they can be derived again (`DerivedGraph`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from planner.recording.step_graph import StepGraph
@@ -40,6 +43,25 @@ class GraphCache(Generic[Key]):
             ops -= len(self._graphs.pop(next(iter(self._graphs))).ops)
         return graph
 
-    def clear(self) -> None:
-        """Drop all recordings."""
-        self._graphs.clear()
+
+class DerivedGraph:
+    """A recording that is derived from others when it is asked for, unless it is in the cache."""
+
+    def __init__(
+        self, derive: Callable[[], StepGraph], cache: GraphCache[object], graph: StepGraph | None = None
+    ) -> None:
+        """
+        Args:
+            derive: derives the recording. It must return an equal recording each time.
+            cache: keeps the recording while it is used.
+            graph: the recording, if it has been derived already.
+        """
+        self._derive, self._cache = derive, cache
+        self._key = object()  # not this object, so that no cycle of references keeps the recording in memory
+        if graph is not None:
+            cache.add(self._key, graph)
+
+    def __call__(self) -> StepGraph:
+        """Returns the recording."""
+        graph = self._cache.get(self._key)
+        return self._cache.add(self._key, self._derive()) if graph is None else graph

@@ -44,7 +44,8 @@ class Program:
 class _Shared:
     """The program of a recording before its update."""
 
-    before: StepGraph
+    before: Callable[[], StepGraph]
+    """Returns the recording before its update. A recording of a large model takes hundreds of megabytes."""
     op_ns: Sequence[int]
     units: Units
 
@@ -63,24 +64,40 @@ class Programs:
     def __init__(self) -> None:
         self._known: dict[Hashable, list[_Shared]] = defaultdict(list)
 
-    def of(self, graph: StepGraph, op_ns: list[int], build: Build, *, granularity_bytes: int, key: Hashable) -> Program:
+    def of(
+        self,
+        recording: Callable[[], StepGraph],
+        op_ns: list[int],
+        build: Build,
+        *,
+        granularity_bytes: int,
+        key: Hashable,
+    ) -> Program:
         """Returns the program of a recording.
 
         Args:
+            recording: returns the recording, each time the same.
             op_ns: time of each op in nanoseconds.
             build: builds the units.
             granularity_bytes: storage sizes are rounded up to a multiple of it.
             key: only recordings with the same key are compared. Whatever `build` depends on besides its arguments has
                 to be the same for all recordings with a key.
         """
+        graph = recording()
         cut = cut_update(graph, granularity_bytes=granularity_bytes)
         if cut is None:
             return Program(build(graph, op_ns))
         times = op_ns[: len(cut.before.ops)]
         for shared in self._known[key]:
-            if shared.op_ns == times and shared.before == cut.before:
+            if shared.op_ns == times and shared.before() == cut.before:
                 return shared.with_update(cut.update_bytes)
-        shared = _Shared(before=cut.before, op_ns=times, units=build(cut.before, times))
+
+        def before() -> StepGraph:
+            again = cut_update(recording(), granularity_bytes=granularity_bytes)
+            assert again is not None
+            return again.before
+
+        shared = _Shared(before=before, op_ns=times, units=build(cut.before, times))
         self._known[key].append(shared)
         return shared.with_update(cut.update_bytes)
 

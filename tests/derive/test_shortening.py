@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import planner
 from planner.choose import planning_session
+from planner.choose import recordings as recordings_module
 from planner.choose.recordings import Recordings
 from planner.derive.same_step import is_same_step
 from planner.derive.shortening import runs_to_shorten
@@ -147,7 +149,26 @@ def test_a_recording_that_cannot_be_lengthened_does_not_keep_others_from_it():
     known, lengthened = shortening(work), with_all_layers(shortened(work, bf16), work)
     assert lengthened is None
     recordings, whole = recordings_of(work, known), MicroBatching(micro_batches=1, size=work.batch_size)
-    assert is_same_step(recordings.of(bf16, whole), recorded(work, None, bf16))
+    assert is_same_step(recordings.of(bf16, whole)(), recorded(work, None, bf16))
+    assert known.runs
+
+
+@pytest.mark.parametrize("config", [(), (Optimizer(),)], ids=["the user's optimizer", "8 bits"])
+def test_recordings_are_extrapolated_before_they_are_lengthened(config, monkeypatch):
+    work, split = stack("nothing"), MicroBatching(micro_batches=2, size=4)
+    lengthened = mock.Mock(wraps=recordings_module.with_all_layers)
+    monkeypatch.setattr(recordings_module, "with_all_layers", lengthened)
+    recording = recordings_of(work, shortening(work)).of(config, split)
+    assert is_same_step(recording(), recordings_of(work).of(config, split)())
+    assert recording().micro_batch_sizes == (4, 4)
+    assert sum(bool(runs) for (_, runs), _ in lengthened.call_args_list) == 1
+
+
+def test_extrapolated_recordings_that_cannot_be_lengthened_are_made_with_all_layers():
+    work, split = stack("all outputs are kept"), MicroBatching(micro_batches=2, size=4)
+    known, config = shortening(work), (Precision(dtype="bf16"),)
+    longer, full = (recordings_of(work, which).of(config, split)() for which in (known, None))
+    assert is_same_step(longer, full)
     assert known.runs
 
 
@@ -157,13 +178,15 @@ def test_lengthened_recordings_are_dropped_if_another_precision_shows_a_differen
     known = shortening(work)
     recordings, whole = recordings_of(work, known), MicroBatching(micro_batches=1, size=work.batch_size)
     copy = recordings.finished_by(lambda graph: graph)
-    wrong, full = copy.of(bf16, whole), recorded(work, None, bf16)
+    recording, full = copy.of(bf16, whole), recorded(work, None, bf16)
+    wrong = recording()
     assert known.runs and not is_same_step(wrong, full)
     recordings.of((), whole)
     assert not recordings.drop_if_wrong(())
     assert recordings.drop_if_wrong((*bf16, Optimizer(), SPLIT) if not update else bf16)
-    assert is_same_step(copy.of(bf16, whole), full)
+    assert is_same_step(copy.of(bf16, whole)(), full)
     assert not recordings.drop_if_wrong(bf16)
+    assert recording() == wrong  # whoever has it may have numbers of its ops and storages
 
 
 @pytest.mark.thorough
@@ -225,7 +248,7 @@ def test_copies_of_recordings_share_what_is_known_about_shortened_runs():
     whole = MicroBatching(micro_batches=1, size=work.batch_size)
     recordings.prefetch((), [whole])
     other = recordings.finished_by(lambda graph: graph)
-    assert len(other.of((), whole).ops) == len(recordings.of((), whole).ops)
+    assert len(other.of((), whole)().ops) == len(recordings.of((), whole)().ops)
     recordings.close()
 
 

@@ -85,9 +85,10 @@ def test_the_promise_of_a_split_is_what_its_certificate_gives(way):
         start, None, lambda graph: rehearse.finish_certificate(graph, work, CARD), is_last_different=True
     )
     for split in (SPLIT, MicroBatching(micro_batches=2, size=2)):
-        graph = recordings.of((), split)
+        recording = recordings.of((), split)
+        graph = recording()
         assert len(graph.micro_batch_sizes) == min(split.micro_batches, 3)
-        candidate = Candidate((), split, graph, CARD, recompute=(), programs=Programs(), sharding=(sharding,))
+        candidate = Candidate((), split, recording, CARD, recompute=(), programs=Programs(), sharding=(sharding,))
         units = candidate.units.units  # all of them are gathered again
         decisions = candidate.decisions(tuple(range(len(units))))
         certified = pipeline.record_step(work, CARD, decisions)

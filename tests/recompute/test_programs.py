@@ -61,7 +61,7 @@ def grafted(name: str, decisions, sizes) -> list[StepGraph]:
 
 def program_of(programs: Programs, graph: StepGraph):
     return programs.of(
-        graph, [1] * len(graph.ops), lambda before, _: units(before)[0], granularity_bytes=1, key="the same"
+        lambda: graph, [1] * len(graph.ops), lambda before, _: units(before)[0], granularity_bytes=1, key="the same"
     )
 
 

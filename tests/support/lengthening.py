@@ -60,7 +60,7 @@ def recordings_of(work: Workload, known: Shortening | None = None) -> Recordings
 
 def recorded(work: Workload, known: Shortening | None = None, config=()) -> StepGraph:
     """Returns the recording that the search gets."""
-    return recordings_of(work, known).of(config, MicroBatching(micro_batches=1, size=work.batch_size))
+    return recordings_of(work, known).of(config, MicroBatching(micro_batches=1, size=work.batch_size))()
 
 
 class Layers(torch.nn.Module):
