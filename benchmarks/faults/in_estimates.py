@@ -471,7 +471,7 @@ FAULTS = (
     Fault(
         name="programs-are-shared-by-all-recordings-with-a-key",
         path="planner/recompute/programs.py",
-        old="if shared.op_ns == times and shared.before == cut.before:",
+        old="if shared.op_ns == times and shared.before() == cut.before:",
         new="if shared:",
         tests=("tests/recompute/test_programs.py::test_recordings_of_other_batches_share_nothing",),
         why="a candidate is promised the bytes of another one",

@@ -134,7 +134,7 @@ FAULTS = (
     Fault(
         name="lengthened-whatever-all-layers-show",
         path="planner/choose/recordings.py",
-        old="                if not is_same_step(full, self._recorded[part]):",
+        old="                if longer is None or not is_same_step(full, longer):",
         new="                if full is not None and full.steps != 1:",
         tests=(
             "tests/derive/test_shortening.py::test_lengthened_recordings_are_dropped_if_another_precision_shows_a_difference",
@@ -154,8 +154,8 @@ FAULTS = (
     Fault(
         name="lengthened-unless-another-recording-cannot-be",
         path="planner/choose/recordings.py",
-        old="                self._with_all_layers.add(part)",
-        new="                self._shortening.end()",
+        old="            self._with_all_layers.add(part)",
+        new="            self._shortening.end()",
         tests=(
             "tests/derive/test_shortening.py::test_a_recording_that_cannot_be_lengthened_does_not_keep_others_from_it",
         ),
@@ -216,5 +216,39 @@ FAULTS = (
             "tests/derive/test_shortening.py::test_layers_that_the_optimizer_updates_by_other_ops_are_all_recorded",
         ),
         why="the time of updates inside of the backward is that of other layers",
+    ),
+    Fault(
+        name="extrapolated-but-not-lengthened",
+        path="planner/choose/recordings.py",
+        old="            return with_all_layers(graph, runs)",
+        new="            return with_all_layers(graph, () if size else runs)",
+        tests=("tests/derive/test_shortening.py::test_recordings_are_extrapolated_before_they_are_lengthened",),
+        why="the search sees six layers of a model whose batch is split",
+    ),
+    Fault(
+        name="too-many-recordings-in-memory",
+        path="planner/derive/graph_cache.py",
+        old="        while len(self._graphs) > 1 and ops > self._most_ops:",
+        new="        while len(self._graphs) > 2 and ops > self._most_ops:",
+        tests=("tests/derive/test_graph_cache.py::test_the_last_recording_is_kept_whatever_its_size",),
+        why="planning a very deep model takes more memory than it has to",
+    ),
+    Fault(
+        name="the-recording-in-use-leaves-memory",
+        path="planner/derive/graph_cache.py",
+        old="            self._graphs[key] = graph\n        return graph",
+        new="            self._graphs = {key: graph, **self._graphs}\n        return graph",
+        tests=(
+            "tests/derive/test_graph_cache.py::test_recordings_that_were_not_used_for_the_longest_time_are_dropped",
+        ),
+        why="recordings that are in use are derived again and again",
+    ),
+    Fault(
+        name="derived-recordings-in-a-cycle",
+        path="planner/derive/graph_cache.py",
+        old="        self._key = object()",
+        new="        self._key = self",
+        tests=("tests/derive/test_graph_cache.py::test_a_derived_recording_is_in_no_cycle",),
+        why="the recordings of a session stay in memory after it has ended",
     ),
 )

@@ -126,8 +126,8 @@ FAULTS = (
     Fault(
         name="plans-of-wrong-recordings-are-known",
         path="planner/choose/planning_session.py",
-        old="known = [*self._plans[self.recordings.is_dropped], *(",
-        new="known = [*self._plans[False], *(",
+        old="known = self._plans[self.recordings.is_dropped].fastest,",
+        new="known = self._plans[False].fastest,",
         tests=("tests/choose/test_fallback.py::test_plans_that_follow_from_wrong_recordings_are_forgotten",),
         why="when the time is up, a plan is returned that may recompute a module which must not run twice",
     ),
@@ -929,5 +929,21 @@ FAULTS = (
         new="other.searches = Searches()",
         tests=("tests/choose/test_head_start.py::test_the_solver_time_includes_that_of_the_guess",),
         why="a plan says that the solver took 0.00 s, although it took seconds",
+    ),
+    Fault(
+        name="a-slower-plan-is-kept",
+        path="planner/choose/choice.py",
+        old="plan.time_rank < self.fastest.time_rank):",
+        new="plan.time_rank[0] <= self.fastest.time_rank[0]):",
+        tests=("tests/choose/test_choice.py::test_the_fastest_plan_that_fits_and_the_smallest_plan_are_kept",),
+        why="when the time is up, a plan with more decisions than necessary is returned",
+    ),
+    Fault(
+        name="a-plan-that-does-not-fit-is-kept",
+        path="planner/choose/choice.py",
+        old="        if plan.measured.fits and (self.fastest is None",
+        new="        if (self.fastest is None",
+        tests=("tests/choose/test_choice.py::test_the_fastest_plan_that_fits_and_the_smallest_plan_are_kept",),
+        why="when the time is up, a fast plan that does not fit hides one that does",
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 import transformers
@@ -9,7 +11,7 @@ import transformers
 import planner
 from planner.assemble import _tie_notes
 from planner.choose import choice as choice_module
-from planner.choose.choice import Choice, Prediction, simplest_in_tie
+from planner.choose.choice import BestPlans, Choice, Prediction, simplest_in_tie
 from planner.plan_types.decisions import OptimizerKernel, Precision
 from planner.plan_types.recompute_decisions import Checkpoint
 from tests.support.workloads import CARD
@@ -32,6 +34,34 @@ def test_a_more_exact_plan_is_chosen_before_a_simpler_one():
 
 def test_the_fastest_plan_passes_nothing_over():
     assert simplest_in_tie([choice(100, KERNEL), choice(101, KERNEL, CHECKPOINT)]) == choice(100, KERNEL)
+
+
+def test_the_fastest_plan_that_fits_and_the_smallest_plan_are_kept():
+    def plan(name: str, *, seconds: int, peak_bytes: int, fits: bool = True, rank: int = 0):
+        measured = types.SimpleNamespace(fits=fits, curve_bytes=peak_bytes)
+        return types.SimpleNamespace(name=name, measured=measured, time_rank=(seconds, (0, rank, 0)))
+
+    best = BestPlans()
+    assert (best.fastest, best.smallest) == (None, None)
+    kept = []
+    for each in (
+        plan("does not fit", seconds=1, peak_bytes=80, fits=False),
+        plan("slow", seconds=9, peak_bytes=50),
+        plan("small", seconds=8, peak_bytes=20, rank=2),
+        plan("simpler", seconds=8, peak_bytes=30, rank=1),
+        plan("as good", seconds=8, peak_bytes=20, rank=1),
+        plan("fast", seconds=2, peak_bytes=60),
+    ):
+        best.add(each)
+        kept.append((best.fastest and best.fastest.name, best.smallest.name))
+    assert kept == [
+        (None, "does not fit"),
+        ("slow", "slow"),
+        ("small", "small"),
+        ("simpler", "small"),
+        ("simpler", "small"),
+        ("fast", "small"),
+    ]
 
 
 def test_a_prediction_is_computed_once_for_each_budget_and_allocator(monkeypatch):
