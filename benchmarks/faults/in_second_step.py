@@ -112,4 +112,22 @@ FAULTS = (
         ),
         why="the padded gradient of a mask has fewer bytes in the second step than in the first one",
     ),
+    Fault(
+        name="recordings-sent-item-by-item",
+        path="planner/recording/step_graph.py",
+        old='_LISTS = ("ops", "storages", "saves", "calls")',
+        new='_LISTS = ("calls",)',
+        tests=(
+            "tests/recording/test_pickled.py::test_reading_a_recording_takes_little_more_memory_than_the_recording",
+        ),
+        why="a process that reads a recording takes twice the memory of the recording, and keeps it",
+    ),
+    Fault(
+        name="recordings-sent-with-equal-shapes-twice",
+        path="planner/recording/step_graph.py",
+        old="[known.setdefault(value, value) for value in values]",
+        new="[*values]",
+        tests=("tests/recording/test_pickled.py::test_equal_texts_and_shapes_are_one_object",),
+        why="a recording takes a quarter more memory",
+    ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -252,6 +253,12 @@ class StepGraph:
         """The tick at which the part before the update ends: the end of the recording if `update_tick` is None."""
         return self.ticks if self.update_tick is None else self.update_tick
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _columns(value) if name in _LISTS else value for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update((name, _items(value) if name in _LISTS else value) for name, value in state.items())
+
     def enclosing(self, call: int | None) -> list[int]:
         """Returns the indices of a call and of the calls in which it is nested, innermost first; empty for None."""
         chain = []
@@ -303,6 +310,37 @@ class StepGraph:
         """Returns the op that was running at this tick, or else the last one before; None before the first op."""
         position = int(np.searchsorted(np.fromiter((op.tick for op in self.ops), np.int64), tick, side="right")) - 1
         return self.ops[position] if position >= 0 else None
+
+
+_LISTS = ("ops", "storages", "saves", "calls")
+
+
+def _columns(items: list[Any]) -> tuple[type, int, dict[str, list[Any]]] | None:
+    """Returns the items by field, which is how a recording is pickled; None if there are no items.
+
+    Pickled one by one, each item would have a dictionary of its fields, and these take more memory than the items.
+    Equal texts and tuples become one object.
+    """
+    if not items:
+        return None
+    kind, known = type(items[0]), dict[object, Any]()
+    columns = {name: [getattr(item, name) for item in items] for name in kind.__slots__}
+    for name, values in columns.items():
+        if isinstance(values[0], (str, tuple)):
+            columns[name] = [known.setdefault(value, value) for value in values]
+    return kind, len(items), columns
+
+
+def _items(columns: tuple[type, int, dict[str, list[Any]]] | None) -> list[Any]:
+    """Returns the items of which `_columns` made these columns."""
+    if columns is None:
+        return []
+    kind, count, values_of = columns
+    items: list[Any] = [object.__new__(kind) for _ in range(count)]
+    for name, values in values_of.items():
+        for item, value in zip(items, values, strict=True):
+            setattr(item, name, value)
+    return items
 
 
 def first_steps(graph: StepGraph, steps: int) -> StepGraph:
