@@ -931,12 +931,12 @@ FAULTS = (
         why="a plan says that the solver took 0.00 s, although it took seconds",
     ),
     Fault(
-        name="a-slower-plan-is-kept",
+        name="an-equally-fast-plan-with-a-worse-rank-is-kept",
         path="planner/choose/choice.py",
         old="plan.time_rank < self.fastest.time_rank):",
         new="plan.time_rank[0] <= self.fastest.time_rank[0]):",
         tests=("tests/choose/test_choice.py::test_the_fastest_plan_that_fits_and_the_smallest_plan_are_kept",),
-        why="when the time is up, a plan with more decisions than necessary is returned",
+        why="when the time is up, a plan is returned that is less faithful or has more decisions than another one",
     ),
     Fault(
         name="a-plan-that-does-not-fit-is-kept",

@@ -115,19 +115,30 @@ FAULTS = (
     Fault(
         name="recordings-sent-item-by-item",
         path="planner/recording/step_graph.py",
-        old='_LISTS = ("ops", "storages", "saves", "calls")',
-        new='_LISTS = ("calls",)',
+        old="Columns.of(value) if isinstance(value, list) and value else value",
+        new="value",
         tests=(
             "tests/recording/test_pickled.py::test_reading_a_recording_takes_little_more_memory_than_the_recording",
         ),
-        why="a process that reads a recording takes twice the memory of the recording, and keeps it",
+        why="a process that reads a recording takes twice its memory, and does not give it back to the system",
     ),
     Fault(
         name="recordings-sent-with-equal-shapes-twice",
-        path="planner/recording/step_graph.py",
+        path="planner/spawned/columns.py",
         old="[known.setdefault(value, value) for value in values]",
         new="[*values]",
         tests=("tests/recording/test_pickled.py::test_equal_texts_and_shapes_are_one_object",),
         why="a recording takes a quarter more memory",
+    ),
+    Fault(
+        name="phases-and-names-of-modules-are-sent-as-one-object",
+        path="planner/spawned/columns.py",
+        old="                known: dict[Any, Any] = {}\n",
+        new="                known: dict[Any, Any] = cls.of.__func__.__dict__  # one for all fields\n",
+        tests=(
+            "tests/recording/test_pickled.py"
+            "::test_names_of_modules_are_texts_also_if_a_phase_or_a_category_has_this_name",
+        ),
+        why="a module with the name 'backward' gets a phase as its name",
     ),
 )

@@ -85,6 +85,7 @@ class Candidate:
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
         self._may_fit: dict[tuple[UpdateMemoryBound, int, int | None, bool], bool] = {}
         self._predictions: dict[tuple[int, ...], Prediction] = {}
+        self._least_peaks: dict[UpdateMemoryBound, int] = {}
         self._relaxed: dict[UpdateMemoryBound, milp.Search] = {}
         self._smallest: Selection | None = None
         """The selection with the smallest peak; None if it is not known."""
@@ -196,15 +197,19 @@ class Candidate:
     def _is_possible(self, update: UpdateMemoryBound, budget_bytes: int, below_ns: int | None, recompute: bool) -> bool:
         if not self.has_update:
             return True
-        graph, size = self._recording(), self._granularity_bytes
-        relaxed = functools.partial(update.least_bytes, graph=graph, granularity_bytes=size)
-        fits = bool(relaxed(self._live_bytes).max() <= budget_bytes)
+        if update not in self._least_peaks:
+            self._least_peaks[update] = int(self._least_bytes(self._live_bytes, update).max())
+        fits = self._least_peaks[update] <= budget_bytes
         if fits or not recompute:  # the units of a large model take seconds to build
             return fits
         if update not in self._relaxed:
-            self._relaxed[update] = self.search.with_fixed_bytes(relaxed(self.units.problem.fixed_bytes))
+            fixed_bytes = self._least_bytes(self.units.problem.fixed_bytes, update)
+            self._relaxed[update] = self.search.with_fixed_bytes(fixed_bytes)
         seconds = self._solver_seconds()
         return self._relaxed[update].may_fit(budget_bytes, below_ns=below_ns, time_limit_seconds=seconds)
+
+    def _least_bytes(self, live_bytes: np.ndarray, update: UpdateMemoryBound) -> np.ndarray:
+        return update.least_bytes(live_bytes, graph=self._recording(), granularity_bytes=self._granularity_bytes)
 
     def smallest(self, *, most_bytes: float = math.inf) -> Selection | None:
         """Returns the selection of units with the smallest peak; among several, a cheap one.

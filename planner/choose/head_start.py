@@ -149,18 +149,18 @@ def rehearse_baseline(session: PlanningSession, constraints: Constraints, fallba
         _ = session.baseline_graph
         return
     watch, recordings = session.watch, session.recordings
-    with recordings.assumed_right():
+    with recordings.shortening.assumed_right():
         session.expect(constraints)
         session.certificates.begin(())
         # Errors of this search are ignored: the next search, which has the baseline, raises or reports them again.
         with contextlib.suppress(StepError, TimeIsUp), watch.at_most(_FRACTION * watch.left_seconds):
             guessing = session.before_baseline(constraints)
-            recordings.begin_comparison()
+            recordings.shortening.begin()
             space = guessing.search_space(constraints)
             fallback.prepare(guessing, space)
             choice = first_to_certify(guessing, space, constraints)
             if choice is not None and choice.decisions:
                 session.certificates.begin(choice.rehearsed_decisions)
-    recordings.begin_comparison()  # unless it was begun
+    recordings.shortening.begin()  # unless it was begun
     _ = session.baseline_graph
     recordings.confirm()

@@ -81,7 +81,8 @@ class PlanningSession:
         """
         self.workload, self.card, self._budget, self.watch = workload, card, budget, watch or Watch()
         self._plans = {False: BestPlans(), True: BestPlans()}
-        """Plans that were certified under this budget, from before and after recordings were dropped as wrong."""
+        """The best plans that were certified under this budget. Keys: False for those from before recordings were
+        dropped as wrong, True for those from after it."""
         self._asked: Constraints | None = None
         """The constraints whose plans are reported as progress; None if none are."""
         self._guessed_trained: tuple[str, ...] | None = None

@@ -8,16 +8,16 @@ the update is part of the backward. If a model has many identical layers, only a
 the baseline shows the same events (`Shortening`), and the recording is lengthened (`lengthen`). An update after the
 backward is then recorded for all layers.
 
-A recording with all layers may take hundreds of megabytes. So recordings are extrapolated first and lengthened last,
-and what is derived is a `DerivedGraph`: after it has left the cache, it is derived again from the short recordings.
+A recording with all layers may take hundreds of megabytes. Recordings are therefore extrapolated while they are short.
+Only then are layers added, the update replaced, and workspaces added. The result is a `DerivedGraph`: it may leave
+memory, and is then derived again from the short recordings.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from planner.derive.extrapolate import BASE_SIZES, extrapolate
@@ -48,7 +48,7 @@ _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
 
 
 class _IrregularError(Exception):
-    """A recording cannot be extrapolated, because the recordings with the base sizes are not alike."""
+    """A recording cannot be extrapolated (`extrapolate` returns None)."""
 
 
 class Recordings:
@@ -72,7 +72,7 @@ class Recordings:
                 reduces gradients over several cards.
             shortening: decides of which runs only a few layers are recorded; None if all layers are recorded.
         """
-        self._shortening = shortening or Shortening()
+        self.shortening = shortening or Shortening()
         self._start, self._start_update = start, start_update
         self._finish = finish
         self._most_parts = 3 if is_last_different else 2
@@ -81,13 +81,14 @@ class Recordings:
         """Recordings as the children made them: some have only a few layers."""
         self._running: dict[_Key, Running] = {}
         self._steps: dict[tuple[tuple[_Key, ...], int | None], DerivedGraph] = {}
-        """Steps with all layers and with their own updates, by the recordings from which they are derived."""
+        """Steps with all layers and with their own updates. Keys: the recordings from which they are derived, and the
+        extrapolated micro-batch size (None if nothing is extrapolated)."""
         self._finished: dict[tuple[bool, _Key], DerivedGraph] = {}
         """Steps with their updates and with the workspaces of kernels."""
         self._caches: tuple[GraphCache[object], GraphCache[object]] = GraphCache(), GraphCache()
-        """The caches of both."""
+        """One cache for the graphs of `_steps`, and one for those of `_finished`."""
         self._irregular: set[tuple[Decision, ...]] = set()
-        """Configurations whose recordings cannot be extrapolated."""
+        """Configurations with a recording that cannot be extrapolated. Those that were extrapolated before are kept."""
         self._with_all_layers: set[_Key] = set()
         """Recordings that cannot be lengthened: they have all layers."""
         self._compared: set[_Key] = set()
@@ -117,7 +118,7 @@ class Recordings:
         return sorted({min(split.micro_batches, self._most_parts) for split in splits} - {1})
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> DerivedGraph:
-        """Returns the recording of a step with this split, recorded or predicted.
+        """Returns a function that returns the recording of a step with this split, recorded or predicted.
 
         It has one micro-batch (the whole batch), or two, of which the second stands for all others. If the last one
         differs, a third micro-batch stands for it. It does not change if recordings are dropped later.
@@ -140,6 +141,7 @@ class Recordings:
     def _predicted(self, config: tuple[Decision, ...], size: int, parts: int) -> DerivedGraph | None:
         """Returns the recording that is extrapolated from the base sizes; None if it cannot be."""
         small = {(base,) * parts: _accumulated(config, (base,) * parts) for base in BASE_SIZES}
+        self._begin_all(small.values())
         try:
             for sizes, key in small.items():
                 with self._sizes.named(config, sizes):
@@ -168,7 +170,7 @@ class Recordings:
         """End the recordings that are still running."""
         end_all(self._running.values())
         self._running.clear()
-        self._shortening.close()
+        self.shortening.close()
 
     def _prefetch(self, key: _Key, updates_only: bool) -> None:
         step, update = self._parts(key)
@@ -189,6 +191,7 @@ class Recordings:
             size: number of samples in each micro-batch of the extrapolated recording.
 
         Raises:
+            StepError: a step or an update cannot be recorded.
             _IrregularError: the recording cannot be extrapolated.
         """
         known = self.is_dropped, key
@@ -200,17 +203,17 @@ class Recordings:
 
     def _joined(self, keys: tuple[_Key, ...], size: int | None) -> Callable[[], StepGraph]:
         """Returns a function that returns a recording with its update. For arguments and errors see `_get`."""
-        for part in itertools.chain.from_iterable(map(self._parts, keys)):
-            if part is not None:
-                self._begin(part)
+        self._begin_all(keys)
         for key in keys:
             self._result(self._parts(key)[0])
-        steps, updates = zip(*map(self._parts, keys), strict=True)  # no updates, if all layers have to be recorded
+        # The updates are None if all layers have to be recorded, or if they are part of the backward.
+        parts, updates = zip(*map(self._parts, keys), strict=True)
+        step = self._step(parts, size)
         if updates[0] is None:
-            return self._step(steps, size)
-        if not all(can_be_grafted(self._result(step)) for step in steps):
+            return step
+        if not all(can_be_grafted(self._result(part)) for part in parts):
             return self._step(keys, size)
-        step, update = self._step(steps, size), self._result(updates[0])
+        update = self._result(updates[0])
         return lambda: graft_update(step(), update)
 
     def _step(self, parts: tuple[_Key, ...], size: int | None = None) -> Callable[[], StepGraph]:
@@ -219,7 +222,7 @@ class Recordings:
         if (parts, size) in self._steps:
             return self._steps[parts, size]
         few = [part for part in parts if self._is_lengthened(part)]
-        runs = self._shortening.runs if few else ()
+        runs = self.shortening.runs if few else ()
         if size is None and not few:
             return lambda: recorded[0]
 
@@ -242,14 +245,20 @@ class Recordings:
             self._with_all_layers.add(part)
             self._recorded.pop(part, None)
 
+    def _begin_all(self, keys: Iterable[_Key]) -> None:
+        """Start the steps and the updates of these recordings."""
+        for part in itertools.chain.from_iterable(map(self._parts, keys)):
+            if part is not None:
+                self._begin(part)
+
     def _begin(self, part: _Key) -> None:
         if part not in self._recorded and part not in self._running and part not in self._failed:
             if not part[1] and self._start_update is not None:
                 self._running[part] = self._start_update(part[0])
             elif self._is_lengthened(part):
-                self._running[part] = self._start(*part, self._shortening.runs)
-                if not self._shortening.is_assumed:
-                    self._shortening.begin()
+                self._running[part] = self._start(*part, self.shortening.runs)
+                if not self.shortening.is_assumed:
+                    self.shortening.begin()
             else:
                 self._running[part] = self._start(*part, ())
 
@@ -274,7 +283,7 @@ class Recordings:
         """True if only a few of the identical layers are recorded, unless this recording turns out to need all."""
         decisions, sizes = key
         return (
-            bool(self._shortening.runs and sizes)
+            bool(self.shortening.runs and sizes)
             and self._start_update is not None
             and not has_role(decisions, Role.FREEZING)
         )
@@ -304,43 +313,30 @@ class Recordings:
 
     # ---- are lengthened recordings right? ----------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def assumed_right(self) -> Iterator[None]:
-        """Within the context, recordings are lengthened although the baseline is not known yet; then call `confirm`."""
-        self._shortening.is_assumed = True
-        try:
-            yield
-        finally:
-            self._shortening.is_assumed = False
-
-    def begin_comparison(self) -> None:
-        """Start the recording that `confirm` compares with the baseline, unless nothing is lengthened."""
-        self._shortening.begin()
-
     def confirm(self) -> None:
         """Compare the recordings of the baseline. If no recording may be lengthened, all that were made are dropped."""
         self._may_lengthen()
 
     def _may_lengthen(self) -> bool:
         """True if recordings may be lengthened. If it turns out that they may not, all are dropped."""
-        if self._shortening.runs:
+        if self.shortening.runs:
             is_right = False
             try:
-                is_right = self._shortening.is_right()
+                is_right = self.shortening.is_right()
             finally:  # also if the time is up
                 if not is_right:
                     self._drop_all()
-        return bool(self._shortening.runs)
+        return bool(self.shortening.runs)
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
         """Runs of identical layers of which only a few layers are recorded; empty if all layers are recorded."""
-        return self._shortening.runs
+        return self.shortening.runs
 
     @property
     def is_dropped(self) -> bool:
         """True if recordings were dropped, because they had been lengthened wrongly."""
-        return self._shortening.is_dropped
+        return self.shortening.is_dropped
 
     def drop_if_wrong(self, decisions: tuple[Decision, ...]) -> bool:
         """Compares the lengthened recordings of a configuration with recordings of all layers.
@@ -355,7 +351,7 @@ class Recordings:
             True if recordings were dropped.
         """
         config = _step_config(decisions)
-        parts = [part for part in self._recorded if self._is_lengthened(part) and part not in self._compared]
+        parts = self._lengthened_parts() - self._compared
         children = {part: self._start(*part, ()) for part in parts if _step_config(part[0]) == config}
         try:
             for part in tuple(children):
@@ -363,7 +359,7 @@ class Recordings:
                     full = children.pop(part).result()
                 except StepError:  # a step that cannot be recorded must not be promised
                     full = None
-                longer = with_all_layers(self._recorded[part], self._shortening.runs)
+                longer = with_all_layers(self._recorded[part], self.shortening.runs)
                 if longer is None or not is_same_step(full, longer):
                     self._drop_all()
                     return True
@@ -372,6 +368,10 @@ class Recordings:
             end_all(children.values())
         return False
 
+    def _lengthened_parts(self) -> set[_Key]:
+        """Returns the recordings of a few layers that were lengthened."""
+        return {part for parts, _ in self._steps for part in parts if self._is_lengthened(part)}
+
     def _drop_all(self) -> None:
         """Drop all recordings.
 
@@ -379,12 +379,13 @@ class Recordings:
         lengthened recording.
         """
         end_all(self._running.values())
-        if any(self._is_lengthened(part) for part in self._recorded):
-            self._shortening.is_dropped = True
-        self._shortening.end()
+        if self._lengthened_parts():
+            self.shortening.is_dropped = True
+        self.shortening.end()
         self._sizes.forget_whole()
-        for known in (self._running, self._recorded, self._steps, self._failed, self._irregular):
-            known.clear()
+        known = self._running, self._recorded, self._steps, self._finished, self._failed, self._irregular
+        for each in known:
+            each.clear()
 
 
 def _step_config(decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:

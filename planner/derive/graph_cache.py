@@ -17,7 +17,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class GraphCache(Generic[Key]):
-    """The recordings that were used last. The last one is kept even if it alone has more than the maximum of ops."""
+    """Keeps the most recently used recordings. The last one is kept even if it alone has more ops than the maximum."""
 
     def __init__(self, most_ops: int = _MOST_OPS) -> None:
         self._most_ops = most_ops
@@ -35,7 +35,7 @@ class GraphCache(Generic[Key]):
         return graph
 
     def add(self, key: Key, graph: StepGraph) -> StepGraph:
-        """Keep a recording, and drop those that were not used for the longest time. Returns the recording."""
+        """Keep a recording, and drop the least recently used ones if there are too many ops. Returns the recording."""
         self._graphs.pop(key, None)
         self._graphs[key] = graph
         ops = sum(len(kept.ops) for kept in self._graphs.values())

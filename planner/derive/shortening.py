@@ -9,7 +9,8 @@ recording needs too much memory, so that none of its plans is certified. Then a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -106,6 +107,15 @@ class Shortening:
         self._start_baseline, self._baseline = start_baseline, baseline
         self._child: Running | None = None
         self._is_compared = start_baseline is None or baseline is None
+
+    @contextlib.contextmanager
+    def assumed_right(self) -> Iterator[None]:
+        """Within the context, recordings are lengthened although the baseline is not known yet."""
+        self.is_assumed = True
+        try:
+            yield
+        finally:
+            self.is_assumed = False
 
     def begin(self) -> None:
         """Start the recording of the baseline with a few layers, unless it has been started."""

@@ -7,6 +7,7 @@ the sizes of storages as PyTorch requested them, before the allocator rounds the
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 import itertools
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from planner.plan_types.categories import Category
+from planner.spawned.columns import Columns
 from planner.workspaces.registry import KernelCall, Trials
 
 
@@ -254,10 +256,12 @@ class StepGraph:
         return self.ticks if self.update_tick is None else self.update_tick
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: _columns(value) if name in _LISTS else value for name, value in vars(self).items()}
+        state = vars(self).items()
+        return {name: Columns.of(value) if isinstance(value, list) and value else value for name, value in state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update((name, _items(value) if name in _LISTS else value) for name, value in state.items())
+        for name, value in state.items():
+            vars(self)[name] = value.items() if isinstance(value, Columns) else value
 
     def enclosing(self, call: int | None) -> list[int]:
         """Returns the indices of a call and of the calls in which it is nested, innermost first; empty for None."""
@@ -276,10 +280,7 @@ class StepGraph:
         return [merged_spans(span) for span in spans]
 
     def live_bytes(self, *, granularity_bytes: int = 1) -> np.ndarray:
-        """Returns int64[ticks]: bytes alive at each tick.
-
-        Storage sizes are rounded up to multiples of `granularity_bytes`.
-        """
+        """Returns int64[ticks]: bytes alive at each tick, with sizes rounded up to multiples of `granularity_bytes`."""
         delta = np.zeros(self.ticks + 1, dtype=np.int64)
         for storage, spans in zip(self.storages, self.spans(), strict=True):
             size = round_up(storage.size_bytes, granularity_bytes)
@@ -289,10 +290,7 @@ class StepGraph:
         return np.cumsum(delta)[:-1]
 
     def category_bytes(self, *, granularity_bytes: int = 1) -> np.ndarray:
-        """Returns int64[len(Category), ticks]: bytes of each category alive at each tick, in the order of `Category`.
-
-        Storage sizes are rounded up to multiples of `granularity_bytes`.
-        """
+        """Returns int64[len(Category), ticks]: `live_bytes` of each category, in the order of `Category`."""
         delta = np.zeros((len(Category), self.ticks + 1), dtype=np.int64)
         rows = {category: row for category, row in zip(Category, delta, strict=True)}
         for storage, spans in zip(self.storages, self.spans(), strict=True):
@@ -308,39 +306,8 @@ class StepGraph:
 
     def op_at(self, tick: int) -> Op | None:
         """Returns the op that was running at this tick, or else the last one before; None before the first op."""
-        position = int(np.searchsorted(np.fromiter((op.tick for op in self.ops), np.int64), tick, side="right")) - 1
-        return self.ops[position] if position >= 0 else None
-
-
-_LISTS = ("ops", "storages", "saves", "calls")
-
-
-def _columns(items: list[Any]) -> tuple[type, int, dict[str, list[Any]]] | None:
-    """Returns the items by field, which is how a recording is pickled; None if there are no items.
-
-    Pickled one by one, each item would have a dictionary of its fields, and these take more memory than the items.
-    Equal texts and tuples become one object.
-    """
-    if not items:
-        return None
-    kind, known = type(items[0]), dict[object, Any]()
-    columns = {name: [getattr(item, name) for item in items] for name in kind.__slots__}
-    for name, values in columns.items():
-        if isinstance(values[0], (str, tuple)):
-            columns[name] = [known.setdefault(value, value) for value in values]
-    return kind, len(items), columns
-
-
-def _items(columns: tuple[type, int, dict[str, list[Any]]] | None) -> list[Any]:
-    """Returns the items of which `_columns` made these columns."""
-    if columns is None:
-        return []
-    kind, count, values_of = columns
-    items: list[Any] = [object.__new__(kind) for _ in range(count)]
-    for name, values in values_of.items():
-        for item, value in zip(items, values, strict=True):
-            setattr(item, name, value)
-    return items
+        position = bisect.bisect_right(self.ops, tick, key=lambda op: op.tick)
+        return self.ops[position - 1] if position else None
 
 
 def first_steps(graph: StepGraph, steps: int) -> StepGraph:

@@ -26,7 +26,7 @@ class RefusedSizes:
 
     @contextlib.contextmanager
     def named(self, config: tuple[Decision, ...], sizes: tuple[int, ...]) -> Iterator[None]:
-        """Within the context, a step with micro-batches of these sizes is recorded.
+        """Use this context to record a step with micro-batches of these sizes.
 
         Raises:
             WorkloadError: the model fails with so few samples. The message names the sizes.

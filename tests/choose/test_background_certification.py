@@ -130,7 +130,7 @@ def test_plans_that_follow_from_wrong_recordings_are_forgotten(whole, monkeypatc
         if len(before) < 3 and bytes_and_ns([certified])[0] in bytes_and_ns(whole.points[1:-1]):
             before.append(certified)
             if len(before) == 3:
-                session.recordings._shortening.is_dropped = True
+                session.recordings.shortening.is_dropped = True
                 raise fitting._DroppedError
 
     monkeypatch.setattr(Certified, "is_as_promised", False)
@@ -145,7 +145,7 @@ def test_a_tradeoff_is_searched_again_if_a_search_within_it_drops_recordings(who
 
     def dropping(session, space, constraints):
         calls.append(session)
-        session.recordings._shortening.is_dropped = True
+        session.recordings.shortening.is_dropped = True
         return smallest(session, space, constraints)
 
     monkeypatch.setattr(fitting, "smallest", dropping)

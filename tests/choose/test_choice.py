@@ -11,7 +11,7 @@ import transformers
 import planner
 from planner.assemble import _tie_notes
 from planner.choose import choice as choice_module
-from planner.choose.choice import BestPlans, Choice, Prediction, simplest_in_tie
+from planner.choose.choice import BestPlans, Certified, Choice, Prediction, simplest_in_tie
 from planner.plan_types.decisions import OptimizerKernel, Precision
 from planner.plan_types.recompute_decisions import Checkpoint
 from tests.support.workloads import CARD
@@ -37,9 +37,10 @@ def test_the_fastest_plan_passes_nothing_over():
 
 
 def test_the_fastest_plan_that_fits_and_the_smallest_plan_are_kept():
-    def plan(name: str, *, seconds: int, peak_bytes: int, fits: bool = True, rank: int = 0):
-        measured = types.SimpleNamespace(fits=fits, curve_bytes=peak_bytes)
-        return types.SimpleNamespace(name=name, measured=measured, time_rank=(seconds, (0, rank, 0)))
+    def plan(name: str, *, seconds: int, peak_bytes: int, fits: bool = True, rank: int = 0) -> Certified:
+        footprint = types.SimpleNamespace(step_ns=seconds)
+        measured = types.SimpleNamespace(fits=fits, curve_bytes=peak_bytes, footprint=footprint)
+        return Certified(choice=choice(1, *[BF16] * rank), graph=name, measured=measured)
 
     best = BestPlans()
     assert (best.fastest, best.smallest) == (None, None)
@@ -53,7 +54,7 @@ def test_the_fastest_plan_that_fits_and_the_smallest_plan_are_kept():
         plan("fast", seconds=2, peak_bytes=60),
     ):
         best.add(each)
-        kept.append((best.fastest and best.fastest.name, best.smallest.name))
+        kept.append((best.fastest and best.fastest.graph, best.smallest.graph))
     assert kept == [
         (None, "does not fit"),
         ("slow", "slow"),

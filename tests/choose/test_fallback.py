@@ -166,9 +166,9 @@ def test_plans_that_follow_from_wrong_recordings_are_forgotten(begun, monkeypatc
         note(self, certified, constraints)
         if certified.choice.decisions == begun[0]:
             before = self.best_known(constraints)
-            self.recordings._shortening.is_dropped = True
+            self.recordings.shortening.is_dropped = True
             after = self.best_known(constraints)
-            self.recordings._shortening.is_dropped = False
+            self.recordings.shortening.is_dropped = False
             noted.append((before, after))
 
     monkeypatch.setattr(PlanningSession, "note", lambda *of: noting(*of) if begun else note(*of))
@@ -183,7 +183,7 @@ def test_it_is_not_noted_after_recordings_were_dropped(begun, monkeypatch):
     def decide_and_drop(self, guessing, space):
         decide(self, guessing, space)
         if begun:
-            guessing.recordings._shortening.is_dropped = True
+            guessing.recordings.shortening.is_dropped = True
 
     monkeypatch.setattr(Fallback, "_decide", decide_and_drop)
     monkeypatch.setattr(PlanningSession, "note", lambda self, plan, of: noted.append(plan) or note(self, plan, of))

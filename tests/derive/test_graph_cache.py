@@ -14,7 +14,7 @@ def graph(ops: int):
     return types.SimpleNamespace(ops=range(ops))
 
 
-def test_recordings_that_were_not_used_for_the_longest_time_are_dropped():
+def test_the_least_recently_used_recordings_are_dropped():
     cache, graphs = GraphCache(10), {name: graph(4) for name in "abc"}
     for name in "ab":
         assert cache.add(name, graphs[name]) is graphs[name]
@@ -50,7 +50,7 @@ def test_a_derived_recording_is_derived_again_after_it_was_dropped():
     assert recording() is derived[2]
 
 
-def test_a_derived_recording_is_in_no_cycle():
+def test_a_derived_recording_is_freed_without_garbage_collection():
     gc.collect()
     gc.disable()
     try:

@@ -23,6 +23,17 @@ def test_a_pickled_recording_is_the_same(record, name):
     assert [op.tick for op in again.ops] == [op.tick + 1 for op in graph.ops]
 
 
+def test_names_of_modules_are_texts_also_if_a_phase_or_a_category_has_this_name():
+    """`Phase.BACKWARD` equals "backward", because it is a `StrEnum`."""
+    graph = plain(example("roberta_12", 2, 32), ())
+    ops = [dataclasses.replace(op, module=op.phase.value) for op in graph.ops]
+    storages = [dataclasses.replace(storage, name=storage.category.value) for storage in graph.storages]
+    again = pickle.loads(pickle.dumps(dataclasses.replace(graph, ops=ops, storages=storages)))
+    assert {type(op.module) for op in again.ops} | {type(storage.name) for storage in again.storages} == {str}
+    assert all(op.phase is old.phase for op, old in zip(again.ops, ops, strict=True))
+    assert all(storage.category is old.category for storage, old in zip(again.storages, storages, strict=True))
+
+
 def test_equal_texts_and_shapes_are_one_object():
     graph = plain(example("roberta_12", 2, 32), ())
     again = pickle.loads(pickle.dumps(graph))
