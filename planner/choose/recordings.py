@@ -141,10 +141,10 @@ class Recordings:
     def _predicted(self, config: tuple[Decision, ...], size: int, parts: int) -> DerivedGraph | None:
         """Returns the recording that is extrapolated from the base sizes; None if it cannot be."""
         small = {(base,) * parts: _accumulated(config, (base,) * parts) for base in BASE_SIZES}
-        self._begin_all(small.values())
         try:
             for sizes, key in small.items():
-                with self._sizes.named(config, sizes):
+                with self._sizes.named(config, sizes):  # raises at once for a size that is known to fail
+                    self._begin_all(small.values())
                     self._result(self._parts(key)[0])
             return self._get(_accumulated(config, (size,) * parts), tuple(small.values()), size)
         except (WorkloadError, _IrregularError):  # the model may need groups of samples
@@ -351,7 +351,8 @@ class Recordings:
             True if recordings were dropped.
         """
         config = _step_config(decisions)
-        parts = self._lengthened_parts() - self._compared
+        lengthened = self._lengthened_parts() - self._compared
+        parts = [part for part in self._recorded if part in lengthened]
         children = {part: self._start(*part, ()) for part in parts if _step_config(part[0]) == config}
         try:
             for part in tuple(children):
