@@ -1,9 +1,10 @@
 """Show where the time of planning goes: rehearsals by purpose, integer programs, CPU seconds and host memory.
 
-    python -m benchmarks.planning [--only WORDS] [--cards | --tradeoffs] [--again]
+    python -m benchmarks.planning [--only WORDS] [--cards | --tradeoffs | --extremes] [--again]
 
 Each question is a `plan` command that runs in a new process. With `--cards`, the questions are those for several cards.
 With `--tradeoffs`, they ask for a trade-off of memory against time, with limits from 15 to 600 s and no "first plan".
+With `--extremes`, they are about a million tokens, thousands of experts and 100,000 modules.
 With `--again`, each question is asked twice, and the second time the recordings of the first time are used.
 "wall" is the time from the start of the command to its end, "planning" the time that the plan states: without imports
 and loading. "first plan" is the time from the start of planning until a certified plan inside the budget is reported.
@@ -64,6 +65,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "bos_token_id": None, "eos_token_id": None,
     }),
     "resnet-152": ("resnet", {"depths": [3, 8, 36, 3]}),
+    "qwen3-moe-2048": ("qwen3_moe", {
+        "num_hidden_layers": 48, "num_experts": 2048, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    }),
 }  # fmt: skip
 """Models by name: the type of their config, and its arguments."""
 H100, H200 = "--gpu h100", "--gpu h200"
@@ -114,6 +118,15 @@ TRADEOFFS = {
         ("U-Net, 16", "unet.py:build --batch-size 16 --gpu rtx-3060", (30,)),
     )
     for seconds in limits
+}
+EXTREMES = {
+    "Llama-1B, 1 x 1,000,000, breakdown": f"llama_1b --batch-size 1 --seq-len 1000000 {H200}",
+    "Llama-1B, 1 x 1,000,000, 141 GB": f"llama_1b --vram 141GB --batch-size 1 --seq-len 1000000 {H200}",
+    "Qwen3 MoE, 2,048 experts, 1 x 2048, breakdown": "qwen3-moe-2048 --batch-size 1 --seq-len 2048 --gpu bare",
+    "Qwen3 MoE, 2,048 experts, 1 x 2048, 2 TB": "qwen3-moe-2048 --vram 2TB --batch-size 1 --seq-len 2048 --gpu bare",
+    "2,048 experts, each a module, breakdown": "extremes.py:experts --gpu bare",
+    "100,000 modules, breakdown": "extremes.py:modules --gpu bare",
+    "100,000 modules, 300 MiB": "extremes.py:modules --vram 300MiB --gpu bare",
 }
 COLUMNS = (
     "question",
@@ -264,6 +277,8 @@ def asked(words: str, folder: pathlib.Path, *, kept: bool) -> tuple[dict[str, An
     """
     model, *rest = shlex.split(words)
     path = folder / f"{model}.json" if model in CONFIGS else EXAMPLES / model
+    if model.startswith("extremes.py"):
+        path = pathlib.Path(__file__).with_name(model)
     where = {"PLANNER_RECORDINGS": "", "XDG_CACHE_HOME": str(folder)} if kept else {}
     began = time.perf_counter()
     done = subprocess.run(
@@ -348,6 +363,7 @@ def main() -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--cards", action="store_true", help="the questions for several cards")
     kinds.add_argument("--tradeoffs", action="store_true", help="ask for trade-offs of memory against time")
+    kinds.add_argument("--extremes", action="store_true", help="the questions about very long inputs and many modules")
     parser.add_argument("--again", action="store_true", help="ask each question twice, and keep the recordings")
     parser.add_argument("--answer", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -360,7 +376,8 @@ def main() -> int:
         write_configs(pathlib.Path(folder))
         print_row(console, COLUMNS)
         print_row(console, ["---"] * len(COLUMNS))
-        asked_for = SEVERAL_CARDS if options.cards else TRADEOFFS if options.tradeoffs else ONE_CARD
+        others = {"cards": SEVERAL_CARDS, "tradeoffs": TRADEOFFS, "extremes": EXTREMES}
+        asked_for = next((others[name] for name in others if getattr(options, name)), ONE_CARD)
         for question, words in asked_for.items():
             for asking in (question, f"{question}, again") if options.again else (question,):
                 if options.only in question:

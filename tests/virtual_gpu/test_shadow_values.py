@@ -101,6 +101,15 @@ REPEATED_ROWS = {
 }
 
 
+@pytest.mark.parametrize("tokens", [2**19 + 1, 10**6])
+def test_positions_in_a_very_long_sequence_are_known(tokens):
+    def are_consecutive(x):
+        positions = torch.arange(tokens, device=x.device).unsqueeze(0)
+        return bool((torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) == 1).all())
+
+    assert answered(are_consecutive, True) == ()
+
+
 @pytest.mark.parametrize("case", REPEATED_ROWS)
 def test_rows_that_are_alike_are_known_for_any_number_of_samples(case):
     ask, expected = REPEATED_ROWS[case]

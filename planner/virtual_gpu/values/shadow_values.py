@@ -6,10 +6,11 @@ real CPU tensors, the shadows, so the answer is true. Values that depend on the 
 are unknown, with a few documented exceptions that are *assumed* (the constants `ASSUMED_...` in `shadow_ops`). Each
 shadow has the set of assumptions on which it depends. If the model asks for its value, the plan notes them.
 
-These tensors have a shadow: integers and booleans of up to `MOST_ELEMENTS` elements, floats of up to `MOST_ELEMENTS` on
-the host or computed from the batch, other floats of up to `MOST_FLOATS`, integers and booleans of any size whose rows
-are alike (positions of tokens), and tensors of any size with one value everywhere (ones, zeros, a full mask). A shadow
-belongs to a storage, so views share it and in-place ops change it, as on the card.
+These tensors have a shadow: integers and booleans of up to `MOST_ELEMENTS` elements (`MOST_IN_LINE` if at most one
+dimension is above 1), floats of the same sizes on the host or computed from the batch, other floats of up to
+`MOST_FLOATS`, integers and booleans of any size whose rows are alike (positions of tokens), and tensors of any size
+with one value everywhere (ones, zeros, a full mask). A shadow belongs to a storage, so views share it and in-place ops
+change it, as on the card.
 
 An op that reads an unknown value makes its result unknown, and an in-place op also makes its target unknown. To forget
 a value is always safe: if the model asks for it, the rehearsal ends with an error that names the line.
@@ -49,14 +50,12 @@ _aten = torch.ops.aten
 
 MOST_ELEMENTS = 2**19
 """Maximum number of elements of a tensor for which every value is computed."""
+MOST_IN_LINE = 2**22
+"""The same for a tensor with at most one dimension above 1, such as the positions of the tokens of a long sequence."""
 MOST_FLOATS = 16
-"""Maximum number of elements of a floating point tensor on the card, if its values depend on no assumption.
+"""The same for a floating point tensor on the card whose values depend on no assumption.
 
-Tensors of this kind are constants, such as tables of rotary embeddings. Those that depend on an assumption come from
-the batch, such as an additive attention mask, and models ask for their values.
-"""
-_MOST_BYTES = 8 * MOST_ELEMENTS
-"""Maximum size of a shadow in bytes."""
+Models ask for values that come from the batch, and not for those of constants such as tables of rotary embeddings."""
 
 
 class ShadowValues:
@@ -90,7 +89,7 @@ class ShadowValues:
         if real.numel() == 0:
             return
         untyped = tensor.untyped_storage()
-        if untyped.nbytes() > _MOST_BYTES:
+        if untyped.nbytes() > _most_bytes(tensor):
             self._forget(tensor)
             return
         with unset_fake_temporarily():
@@ -215,7 +214,7 @@ class ShadowValues:
         """Runs an in-place op on the shadows of its targets. The targets lose their shadows if this is not possible."""
         for target in targets:
             shadow = self._shadow(target) or (ShadowValue() if overwrites and covers_its_storage(target) else None)
-            if shadow is None or shadow.row_bytes or target.untyped_storage().nbytes() > _MOST_BYTES:
+            if shadow is None or shadow.row_bytes or target.untyped_storage().nbytes() > _most_bytes(target):
                 self._forget_all(targets)
                 return
             if shadow.storage is None and target.numel():
@@ -356,7 +355,15 @@ def is_tracked(tensor: torch.Tensor, *, floats: bool = False) -> bool:
         floats: True if floating point tensors on the card have the same limit as integers.
     """
     few_floats = tensor.device.type != "cpu" and tensor.is_floating_point() and not floats
-    return tensor.layout is torch.strided and tensor.numel() <= (MOST_FLOATS if few_floats else MOST_ELEMENTS)
+    return tensor.layout is torch.strided and tensor.numel() <= (MOST_FLOATS if few_floats else _most_elements(tensor))
+
+
+def _most_elements(tensor: torch.Tensor) -> int:
+    return MOST_IN_LINE if max(tensor.shape, default=1) == tensor.numel() else MOST_ELEMENTS
+
+
+def _most_bytes(tensor: torch.Tensor) -> int:
+    return 8 * (_most_elements(tensor) if covers_its_storage(tensor) else MOST_ELEMENTS)
 
 
 def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
