@@ -278,4 +278,12 @@ FAULTS = (
         ),
         why="a GPT-2 cannot be planned for a batch of 512 x 1024 tokens",
     ),
+    Fault(
+        name="positions-of-long-sequences-are-not-known",
+        path="planner/virtual_gpu/values/shadow_values.py",
+        old="MOST_IN_LINE if max(tensor.shape, default=1) == tensor.numel() else MOST_ELEMENTS",
+        new="MOST_ELEMENTS",
+        tests=("tests/virtual_gpu/test_shadow_values.py::test_positions_in_a_very_long_sequence_are_known",),
+        why="a transformer with a sequence of a million tokens is refused",
+    ),
 )
