@@ -286,4 +286,12 @@ FAULTS = (
         tests=("tests/virtual_gpu/test_shadow_values.py::test_positions_in_a_very_long_sequence_are_known",),
         why="a transformer with a sequence of a million tokens is refused",
     ),
+    Fault(
+        name="small-stack-of-a-child",
+        path="planner/virtual_gpu/forked_process.py",
+        old="        _raise_stack_limit()\n",
+        new="",
+        tests=("tests/virtual_gpu/test_lifetimes.py::test_a_long_chain_of_nodes_that_python_has_seen_is_freed",),
+        why="planning of a network with tens of thousands of ops in a row ends with signal 11",
+    ),
 )

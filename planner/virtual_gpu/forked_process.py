@@ -11,6 +11,7 @@ import errno
 import functools
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -33,6 +34,9 @@ _NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
 
 _NO_ROOM = errno.EFBIG, errno.ENOSPC
 """Numbers of the errors that a file may not become larger, or that its disk is full."""
+_STACK_BYTES = 96 << 20
+"""Maximum stack of a child in bytes, if the hard limit allows it. If Python has seen the nodes of an autograd graph,
+PyTorch frees the graph recursively. With 8 MiB, tens of thousands of nodes in a row end the process with signal 11."""
 _SHORTEST_PAUSE = 0.001
 """Seconds before it is checked again whether a child that has answered has ended. Later pauses are longer."""
 _SECONDS_BETWEEN_CHECKS = 0.2
@@ -300,6 +304,14 @@ def run_in_child(function: Callable[[], Any], watch: Watch | None = None) -> Any
     return Child(lambda refuse: function()).timed_by(watch).result()
 
 
+def _raise_stack_limit() -> None:
+    """Lets the stack of this thread grow to `_STACK_BYTES`, or to the hard limit. Does nothing if it may already."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    wanted = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
+
+
 def _serve(function: Callable[[Refuse], Any], answer: AnswerChannel) -> None:
     """Runs in the child: computes a value or an error, sends it as the answer, and ends the process.
 
@@ -316,6 +328,7 @@ def _serve(function: Callable[[Refuse], Any], answer: AnswerChannel) -> None:
         # processes that the model forks close it at once.
         os.register_at_fork(after_in_child=answer.close)
         _print_to_standard_error()
+        _raise_stack_limit()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and decides whether to end the child
         torch.set_num_threads(1)
         # The workers of a data loader, too, get classes that cannot be imported by name. Python 3.14 pickles them.

@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -617,3 +618,20 @@ def test_the_command_has_an_exit_code_for_it(monkeypatch, capsys):
     assert "SIGKILL" in capsys.readouterr().err
     monkeypatch.setattr(command, "_answer", lambda *_: (_ for _ in ()).throw(PlannerError("another")))
     assert command.main(["model.py:build"]) == 2
+
+
+def test_a_long_chain_of_nodes_that_python_has_seen_is_freed():
+    """PyTorch frees such a chain recursively, which needs more than the usual 8 MiB of stack."""
+
+    def freed() -> int:
+        nodes, y = 100_000, torch.ones(1, requires_grad=True)
+        for _ in range(nodes):
+            y = y * 1
+            assert y.grad_fn is not None
+        del y
+        return nodes
+
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    if hard != resource.RLIM_INFINITY and hard < 96 << 20:
+        pytest.skip(f"the hard limit of the stack is {hard >> 20} MiB (`ulimit -H -s`)")
+    assert forked_process.Child(lambda refuse: freed()).result() == 100_000
