@@ -40,11 +40,11 @@ def experts(*, batch_size: int = 256) -> Workload:
 def modules(*, batch_size: int = 256) -> Workload:
     """Returns a network with 100,000 modules in 2,500 blocks, and a batch: float32[batch_size, 64].
 
-    Neighbors differ in their widths, so that all blocks are recorded.
+    Neighbors differ, in their widths or in their types, so that all modules are recorded.
     """
     blocks = []
     for number in range(2500):
         width = 64 + number % 2
-        nothing = [nn.Identity() for _ in range(36)]
+        nothing = [nn.Identity() if position % 2 else nn.Flatten() for position in range(36)]
         blocks.append(nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64), *nothing))
     return nn.Sequential(*blocks), (torch.zeros(batch_size, 64),), mean_square

@@ -81,8 +81,7 @@ class Recordings:
         """Recordings as the children made them: some have only a few layers."""
         self._running: dict[_Key, Running] = {}
         self._steps: dict[tuple[tuple[_Key, ...], int | None], DerivedGraph] = {}
-        """Steps with all layers and with their own updates. Keys: the recordings from which they are derived, and the
-        extrapolated micro-batch size (None if nothing is extrapolated)."""
+        """Steps with all layers and their own updates, by their recordings and the extrapolated size (None without)."""
         self._finished: dict[tuple[bool, _Key], DerivedGraph] = {}
         """Steps with their updates and with the workspaces of kernels."""
         self._caches: tuple[GraphCache[object], GraphCache[object]] = GraphCache(), GraphCache()
@@ -142,9 +141,10 @@ class Recordings:
         """Returns the recording that is extrapolated from the base sizes; None if it cannot be."""
         small = {(base,) * parts: _accumulated(config, (base,) * parts) for base in BASE_SIZES}
         try:
+            self._sizes.check(*small)
+            self._begin_all(small.values())
             for sizes, key in small.items():
-                with self._sizes.named(config, sizes):  # raises at once for a size that is known to fail
-                    self._begin_all(small.values())
+                with self._sizes.named(config, sizes):
                     self._result(self._parts(key)[0])
             return self._get(_accumulated(config, (size,) * parts), tuple(small.values()), size)
         except (WorkloadError, _IrregularError):  # the model may need groups of samples
@@ -206,7 +206,7 @@ class Recordings:
         self._begin_all(keys)
         for key in keys:
             self._result(self._parts(key)[0])
-        # The updates are None if all layers have to be recorded, or if they are part of the backward.
+        # An update is None if all layers are recorded with the step's own update, or if it is part of the backward.
         parts, updates = zip(*map(self._parts, keys), strict=True)
         step = self._step(parts, size)
         if updates[0] is None:

@@ -24,6 +24,12 @@ class RefusedSizes:
         """Note that the model ran the whole batch in this configuration."""
         self._ran_whole.add(config)
 
+    def check(self, *splits: tuple[int, ...]) -> None:
+        """Raise the error of the first of these splits whose largest size is known to fail, if there is one."""
+        for sizes in splits:
+            if sizes[0] in self._errors:
+                raise self._errors[sizes[0]]
+
     @contextlib.contextmanager
     def named(self, config: tuple[Decision, ...], sizes: tuple[int, ...]) -> Iterator[None]:
         """Use this context to record a step with micro-batches of these sizes.
@@ -31,9 +37,8 @@ class RefusedSizes:
         Raises:
             WorkloadError: the model fails with so few samples. The message names the sizes.
         """
+        self.check(sizes)
         size, *others = dict.fromkeys(sizes)
-        if size in self._errors:
-            raise self._errors[size]
         try:
             yield
         except WorkloadError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """A list of instances of one dataclass, by field."""
+    """A list of instances of one dataclass that is not frozen, by field."""
 
     kind: type
     """The dataclass."""

@@ -11,7 +11,6 @@ import errno
 import functools
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import time
@@ -36,7 +35,8 @@ _NO_ROOM = errno.EFBIG, errno.ENOSPC
 """Numbers of the errors that a file may not become larger, or that its disk is full."""
 _STACK_BYTES = 96 << 20
 """Maximum stack of a child in bytes, if the hard limit allows it. If Python has seen the nodes of an autograd graph,
-PyTorch frees the graph recursively. With 8 MiB, tens of thousands of nodes in a row end the process with signal 11."""
+PyTorch frees the graph recursively. With 8 MiB, tens of thousands of nodes in a row end the process with signal 11.
+Linux keeps at least 128 MiB free below the stack of the main thread."""
 _SHORTEST_PAUSE = 0.001
 """Seconds before it is checked again whether a child that has answered has ended. Later pauses are longer."""
 _SECONDS_BETWEEN_CHECKS = 0.2
@@ -305,7 +305,12 @@ def run_in_child(function: Callable[[], Any], watch: Watch | None = None) -> Any
 
 
 def _raise_stack_limit() -> None:
-    """Lets the stack of this thread grow to `_STACK_BYTES`, or to the hard limit. Does nothing if it may already."""
+    """Raises the limit of the stack, which applies if the main thread was forked, to `_STACK_BYTES` or the hard limit.
+
+    Does nothing if the limit is already as high.
+    """
+    import resource  # on Windows no process is forked
+
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     wanted = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
@@ -622,6 +621,7 @@ def test_the_command_has_an_exit_code_for_it(monkeypatch, capsys):
 
 def test_a_long_chain_of_nodes_that_python_has_seen_is_freed():
     """PyTorch frees such a chain recursively, which needs more than the usual 8 MiB of stack."""
+    resource = pytest.importorskip("resource")
 
     def freed() -> int:
         nodes, y = 100_000, torch.ones(1, requires_grad=True)

@@ -110,6 +110,16 @@ def test_positions_in_a_very_long_sequence_are_known(tokens):
     assert answered(are_consecutive, True) == ()
 
 
+@pytest.mark.parametrize("samples", [2, 64])
+def test_positions_in_very_long_sequences_are_known_for_several_samples(samples):
+    def are_consecutive(x):
+        positions = torch.arange(10**6, device=x.device).unsqueeze(0).expand(samples, -1)
+        diff = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+        return bool(((diff != 1).cumsum(-1)[:, -1] == 0).all())
+
+    assert answered(are_consecutive, True) == ()
+
+
 @pytest.mark.parametrize("case", REPEATED_ROWS)
 def test_rows_that_are_alike_are_known_for_any_number_of_samples(case):
     ask, expected = REPEATED_ROWS[case]

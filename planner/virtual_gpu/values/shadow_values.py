@@ -7,7 +7,7 @@ are unknown, with a few documented exceptions that are *assumed* (the constants 
 shadow has the set of assumptions on which it depends. If the model asks for its value, the plan notes them.
 
 These tensors have a shadow: integers and booleans of up to `MOST_ELEMENTS` elements (`MOST_IN_LINE` if at most one
-dimension is above 1), floats of the same sizes on the host or computed from the batch, other floats of up to
+dimension is larger than 1), floats of the same sizes on the host or computed from the batch, other floats of up to
 `MOST_FLOATS`, integers and booleans of any size whose rows are alike (positions of tokens), and tensors of any size
 with one value everywhere (ones, zeros, a full mask). A shadow belongs to a storage, so views share it and in-place ops
 change it, as on the card.
@@ -51,9 +51,9 @@ _aten = torch.ops.aten
 MOST_ELEMENTS = 2**19
 """Maximum number of elements of a tensor for which every value is computed."""
 MOST_IN_LINE = 2**22
-"""The same for a tensor with at most one dimension above 1, such as the positions of the tokens of a long sequence."""
+"""Maximum number if at most one dimension is larger than 1, as for the positions of the tokens of a long sequence."""
 MOST_FLOATS = 16
-"""The same for a floating point tensor on the card whose values depend on no assumption.
+"""Maximum number for a floating point tensor on the card whose values depend on no assumption.
 
 Models ask for values that come from the batch, and not for those of constants such as tables of rotary embeddings."""
 
@@ -204,7 +204,7 @@ class ShadowValues:
         if rows is None or not covers_its_storage(result) or result in self:
             return
         row = _computed(op, *rows)
-        if isinstance(row, torch.Tensor) and row.numel() <= MOST_ELEMENTS:
+        if isinstance(row, torch.Tensor) and row.numel() <= _most_elements(row):
             with unset_fake_temporarily():
                 self._put(result, of_one_row(row, assumed))
 
@@ -284,7 +284,7 @@ class ShadowValues:
         positions = out[CHOICES[op]] if isinstance(out, (tuple, list)) else out
         argument = {name.name: number for number, name in enumerate(op._schema.arguments)}["dim"]
         dim = kwargs.get("dim", args[argument] if len(args) > argument else (-1 if op is _aten.topk.default else None))
-        if dim is None or not args[0].dim() or positions.numel() > MOST_ELEMENTS:
+        if dim is None or not args[0].dim() or positions.numel() > _most_elements(positions):
             return
         with unset_fake_temporarily():
             spread = torch.arange(positions.numel(), device="cpu") % args[0].shape[dim]
