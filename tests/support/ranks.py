@@ -6,6 +6,8 @@ If one process fails, the others could wait for it until a timeout. So they are 
 from __future__ import annotations
 
 import datetime
+import faulthandler
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,8 +32,14 @@ def in_processes(count: int, run: Callable[[int], T]) -> list[T]:
         PlannerError: a process failed, see `Child.result`.
         TimeIsUp: the processes took longer than the time limit.
     """
+
+    def of_rank(rank: int) -> T:
+        # A process that hangs prints the stacks of its threads before it is ended.
+        faulthandler.dump_traceback_later(SECONDS - 10, file=sys.__stderr__)
+        return run(rank)
+
     watch, results = Watch(seconds=SECONDS), {}
-    running = {rank: Child(lambda _, rank=rank: run(rank)).timed_by(watch) for rank in range(count)}
+    running = {rank: Child(lambda _, rank=rank: of_rank(rank)).timed_by(watch) for rank in range(count)}
     try:
         while running:
             ready = [rank for rank, child in running.items() if child.is_ready]
