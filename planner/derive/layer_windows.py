@@ -50,7 +50,7 @@ class Ticks:
         if any(one.stop > other.start for one, other in zip(self._windows, self._windows[1:], strict=False)):
             raise NotAlikeError
         self._by_place = {(window.passed, window.layer): window for window in windows}
-        self._moved_starts: dict[tuple[Pass, int], int] = {}
+        self._starts_moved: dict[tuple[Pass, int, int], list[int]] = {}
         self._insertions: list[tuple[int, int]] = []
         self._lengths: dict[Pass, int] = {}
         template = run.copied
@@ -70,6 +70,11 @@ class Ticks:
             return None
         return self._windows[number]
 
+    def layer_at(self, tick: int) -> int | None:
+        """Returns the layer that a tick after the setup belongs to; None if it belongs to none."""
+        window = self.window(tick) if tick > self.begin else None
+        return None if window is None else window.layer
+
     def windows_until(self, tick: int) -> int:
         """Returns the number of windows that begin at a tick or before it."""
         return bisect.bisect_right(self._starts, tick)
@@ -83,48 +88,58 @@ class Ticks:
         window = self.window(tick)
         return (tick,) if window is None else (window.passed, window.layer - owner, tick - window.start)
 
-    def moved(self, tick: int, owner: int | None, layer: int | None) -> int:
-        """Returns the tick in the longer recording.
+    def moved(self, tick: int) -> int:
+        """Returns the tick in the longer recording of an event that belongs to no layer."""
+        return tick + sum(length for point, length in self._insertions if point <= tick)
+
+    def moved_all(self, tick: int, owner: int | None) -> list[int]:
+        """Returns the ticks in the longer recording of an event and of its copies, in the order of `layers`.
 
         Args:
             owner: position in the shorter recording of the layer that the event belongs to; None if it has none.
-            layer: position of this layer, or of its copy, in the longer recording.
         """
-        window = self.window(tick) if self.begin < tick < self.end else None
-        if window is None or owner is None or layer is None:
-            return tick + self._shift(tick)
+        window = self.window(tick) if owner is not None and self.begin < tick < self.end else None
+        if window is None or owner is None:
+            return [self.moved(tick)] * len(self.layers(owner))
         distance = window.layer - owner
         if abs(distance) > FARTHEST:
-            if self.new_layer(owner) != layer:
+            if owner == self.run.copied:
                 raise NotAlikeError
-            return tick + self._shift(tick)
-        return self._start(window.passed, layer + distance) + tick - window.start
+            return [self.moved(tick)]
+        into = tick - window.start
+        return [start + into for start in self._moved_starts(window.passed, owner, distance)]
+
+    def layers(self, owner: int | None) -> range:
+        """Returns the positions in the longer recording of a layer of the shorter one, and of its copies.
+
+        What belongs to no layer (None) is there once.
+        """
+        layer = 0 if owner is None else self.new_layer(owner)
+        return range(layer, layer + 1 + (self.run.left_out if owner == self.run.copied else 0))
 
     def new_layer(self, layer: int) -> int:
         """Returns the position of a layer of the shorter recording in the longer one."""
         return layer if layer <= self.run.copied else layer + self.run.left_out
 
-    def _shift(self, tick: int) -> int:
-        return sum(length for point, length in self._insertions if point <= tick)
-
-    def _start(self, passed: Pass, layer: int) -> int:
-        """Returns the tick at which a window begins in the longer recording."""
-        found = self._moved_starts.get((passed, layer))
+    def _moved_starts(self, passed: Pass, owner: int, distance: int) -> list[int]:
+        """Returns the ticks at which the windows at a distance from a layer, and from its copies, begin."""
+        found = self._starts_moved.get((passed, owner, distance))
         if found is None:
-            found = self._moved_starts[passed, layer] = self._moved_start(passed, layer)
+            starts = [self._moved_start(passed, layer + distance) for layer in self.layers(owner)]
+            found = self._starts_moved[passed, owner, distance] = starts
         return found
 
     def _moved_start(self, passed: Pass, layer: int) -> int:
+        """Returns the tick at which the window of a layer of the longer recording begins there."""
         template, left_out = self.run.copied, self.run.left_out
         copy = layer - template
         if 0 < copy <= left_out:
-            start = self._by_place[passed, template].start
-            moved = start + self._shift(start)
+            moved = self.moved(self._by_place[passed, template].start)
             return moved + copy * self._lengths[passed] * (1 if passed.upwards else -1)
         window = self._by_place.get((passed, layer if copy <= 0 else layer - left_out))
         if window is None:
             raise NotAlikeError
-        return window.start + self._shift(window.start)
+        return self.moved(window.start)
 
 
 def windows_of(graph: StepGraph, run: LayerRun) -> list[Window]:
