@@ -459,6 +459,14 @@ FAULTS = (
         why="planning never ends if the model starts a process that it does not end",
     ),
     Fault(
+        name="adapters-with-values-for-a-model-without",
+        path="planner/workload/adapters.py",
+        old='with torch.device("meta") if _is_on_meta(model) else',
+        new="with",
+        tests=("tests/workload/test_adapters.py::test_adapters_of_a_model_without_values_get_no_values[LoRA]",),
+        why="adapters of a model on the meta device get random values: minutes for thousands of experts",
+    ),
+    Fault(
         name="unreadable-answer-is-waited-for",
         path="planner/spawned/__init__.py",
         old='            self._messages.put(("error", RehearsalProcessError(why)))\n',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from planner.plan_types.decisions import Freeze
 
@@ -20,7 +20,8 @@ def prefixes(module_starts: Sequence[tuple[str, int]], owners: Sequence[str]) ->
     """
     # A module that is called several times counts at its first call.
     order = [name for name, _ in sorted(dict(reversed(list(module_starts))).items(), key=lambda item: item[1])]
-    leaves = [name for name in order if name in set(owners)]
+    with_parameters = set(owners)
+    leaves = [name for name in order if name in with_parameters]
     blocks = _blocks(order)
     prefixes = []
     for block in blocks[:-1]:
@@ -42,14 +43,18 @@ def _blocks(order: Sequence[str]) -> list[str]:
 
 def _merged(leaves: Sequence[str], owners: Sequence[str]) -> tuple[str, ...]:
     """Returns `leaves`, each replaced by its outermost parent that has no parameters outside of `leaves`."""
-    kept = set(leaves)
-    names: list[str] = []
+    with_others = {path for owner in set(owners) - set(leaves) for path in _with_parents(owner)}
+    names: dict[str, None] = {}
     for leaf in leaves:
         name = leaf
-        while (parent := name.rpartition(".")[0]) and all(
-            owner in kept for owner in owners if owner == parent or owner.startswith(f"{parent}.")
-        ):
+        while (parent := name.rpartition(".")[0]) and parent not in with_others:
             name = parent
-        if name not in names:
-            names.append(name)
+        names[name] = None
     return tuple(names)
+
+
+def _with_parents(path: str) -> Iterator[str]:
+    """Yields a path and those of the modules that contain it, without the model itself."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]

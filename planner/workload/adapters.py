@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib
@@ -102,7 +103,9 @@ def _adapted(model: Any, adapter: Adapter, dtype: str, *, upcasts: bool) -> torc
             config.base_model_name_or_path = model.__dict__.get("name_or_path")  # else peft warns of a moved folder
         else:
             config = peft.LoraConfig(**adapter.lora_options(type(model).__name__))
-        return peft.get_peft_model(model, config).train()
+        # On the meta device, the adapters take no memory, and no time for random values.
+        with torch.device("meta") if _is_on_meta(model) else contextlib.nullcontext():
+            return peft.get_peft_model(model, config).train()
     except Exception as error:  # peft raises errors of any type for settings that do not go with the model
         if adapter.folder:
             raise WorkloadError(
@@ -144,6 +147,10 @@ def _quantize(model: Any, dtype: str) -> None:
             if layer.bias is not None:
                 layer.bias = torch.nn.Parameter(layers[name].bias.data, requires_grad=False)
             layer.weight = layer.weight.to(layer.weight.device)  # this quantizes the weight, except on the meta device
+
+
+def _is_on_meta(model: torch.nn.Module) -> bool:
+    return all(parameter.is_meta for parameter in model.parameters())
 
 
 def _takes_adapters(module: torch.nn.Module) -> bool:

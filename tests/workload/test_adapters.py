@@ -172,6 +172,21 @@ def test_the_head_that_adapters_train_is_not_quantized(task, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["LoRA", "QLoRA"])
+def test_adapters_of_a_model_without_values_get_no_values(is_quantized, monkeypatch):
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(CONFIG)
+    fill, devices = torch.nn.init.kaiming_uniform_, []
+
+    def noted(tensor, *arguments, **options):
+        devices.append(tensor.device.type)
+        return fill(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.init, "kaiming_uniform_", noted)
+    adapted(model, Adapter(rank=8, targets=("all-linear",), is_quantized=is_quantized), dtype="float32")
+    assert devices and set(devices) == {"meta"}
+
+
 def test_dora_on_4_bit_weights_is_planned_for_a_model_with_values(folder):
     adapter = Adapter(rank=4, is_quantized=True, is_dora=True)
     with pytest.raises(WorkloadError, match="plan your loaded model"):
