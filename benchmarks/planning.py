@@ -85,6 +85,8 @@ ONE_CARD = {
     "Llama-3-70B, 1 x 2048, breakdown": "llama-3-70b --batch-size 1 --seq-len 2048 --gpu bare",
     "Llama-3-405B, 1 x 2048, breakdown": "llama-3-405b --batch-size 1 --seq-len 2048 --gpu bare",
     "DeepSeek-V3, 1 x 2048, breakdown": "deepseek-v3 --batch-size 1 --seq-len 2048 --gpu bare",
+    "Llama-3-70B, LoRA of rank 64, 1 x 2048, breakdown": "llama-3-70b --batch-size 1 --seq-len 2048 --gpu bare "
+    "--lora 64:all-linear",
     "Llama-3-70B, 8 x 2048, 1 TB": "llama-3-70b --vram 1TB --batch-size 8 --seq-len 2048 --gpu bare",
     "BERT-0.6M, 64 x 512, 150 MiB": "bert-0.6m --vram 150MiB --batch-size 64 --seq-len 512 --gpu bare",
     "BERT-0.6M, 8 x 512, 5 MiB": "bert-0.6m --vram 5MiB --batch-size 8 --seq-len 512 --gpu bare",

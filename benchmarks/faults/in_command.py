@@ -459,9 +459,20 @@ FAULTS = (
         why="planning never ends if the model starts a process that it does not end",
     ),
     Fault(
+        name="adapters-of-other-methods-without-values",
+        path="planner/workload/adapters.py",
+        old='    return config.peft_type == "LORA" and',
+        new="    return not hasattr(config, 'init_lora_weights') or",
+        tests=(
+            "tests/workload/test_adapters.py::"
+            "test_saved_adapters_of_other_methods_keep_the_values_that_peft_reads[PROMPT_TUNING]",
+        ),
+        why="peft reads the numbers of virtual tokens, which have no values on the meta device",
+    ),
+    Fault(
         name="adapters-with-values-for-a-model-without",
         path="planner/workload/adapters.py",
-        old='with torch.device("meta") if _is_on_meta(model) else',
+        old='with torch.device("meta") if _is_on_meta(model) and _has_plain_values(config) else',
         new="with",
         tests=("tests/workload/test_adapters.py::test_adapters_of_a_model_without_values_get_no_values[LoRA]",),
         why="adapters of a model on the meta device get random values: minutes for thousands of experts",

@@ -26,8 +26,8 @@ FAULTS = (
     Fault(
         name="lengthened-with-what-the-same-layer-makes",
         path="planner/derive/owned_items.py",
-        old="self._numbers_in_layer.get(layer + distance, ())",
-        new="self._numbers_in_layer.get(layer, ())",
+        old="self._new_in_layer.get(layer + distance, ())",
+        new="self._new_in_layer.get(layer, ())",
         tests=("tests/derive/test_lengthen.py::test_a_model_of_plain_layers_is_lengthened",),
         why="a copy of a layer reads what it makes itself instead of what the layer before it makes",
     ),

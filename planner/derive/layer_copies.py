@@ -1,7 +1,8 @@
 """Makes the items of a recording of more layers from those of a shorter one.
 
-Each item (op, storage, save or call) of the layer that is copied becomes as many items as there are copies. Their ticks
-and the indices of what they name are computed for all copies at once. Every other item becomes one item.
+An item (op, storage, save or call) of the layer that is copied becomes several items: one for this layer, and one for
+each layer that was left out. Their ticks, and the indices of what they refer to, are computed for all copies at once.
+Every other item becomes one item, with new ticks and indices.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ class LayerCopies:
     Args:
         graph: the shorter recording.
         ticks: converts its ticks.
-        ops, storages, saves, calls: the owners of its items. This object arranges them.
+        ops, storages, saves, calls: the items of each kind by the layers that own them. The constructor calls their
+            `arrange`.
 
     Raises:
-        NotAlikeError: something belongs to all layers together. Each method may raise it, too.
+        NotAlikeError: an op or a tensor uses all layers at once, so that the longer recording cannot be derived. Each
+            method may raise it, too.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class LayerCopies:
         self._graph, self._run, self._ticks = graph, ticks.run, ticks
         self._ops, self._storages, self._saves, self._calls = ops, storages, saves, calls
         self._paths: dict[tuple[str, int | None], list[str]] = {}
-        """What `_renamed` has found."""
+        """Caches the results of `_renamed`, by path and owner."""
         storages.arrange([storage.lives[0][0] if storage.lives else 0 for storage in graph.storages])
         ops.arrange([op.tick for op in graph.ops])
         saves.arrange([save.pack for save in graph.saves])
@@ -67,13 +70,14 @@ class LayerCopies:
             storage,
             lives=[sorted(copy, key=lambda life: life[1]) for copy in lives],
             name=[storage.name] * len(lives) if is_input else self._renamed(storage.name, owner),
-            op=self._named_or_none(self._ops, owner, storage.op, is_shared=True),
+            op=self._new_index_or_none(self._ops, owner, storage.op, is_shared=True),
         )
 
     def _lives(self, storage: Storage, owner: int | None) -> list[list[tuple[int, int]]]:
         """Returns the lives of each copy of a storage.
 
-        A storage of no layer is there once. A life of it that begins in a layer comes once for each copy of the layer.
+        A storage that belongs to no layer has no copies. But if one of its lives begins in the window of a layer, the
+        storage gets this life once for each copy of that layer.
         """
         if owner is not None:
             lives = [self._moved_life(life, owner) for life in storage.lives]
@@ -94,11 +98,11 @@ class LayerCopies:
             op,
             tick=self._ticks.moved_all(op.tick, owner),
             module=self._renamed(op.module, owner),
-            call=self._named_or_none(self._calls, owner, op.call, is_shared=is_shared),
-            forward_op=self._named_or_none(self._ops, owner, op.forward_op, is_shared=is_shared),
-            inputs=self._all_named(storages, owner, op.inputs, is_shared=is_shared),
-            outputs=self._all_named(storages, owner, op.outputs, is_shared=is_shared),
-            written=self._all_named(storages, owner, op.written, is_shared=is_shared),
+            call=self._new_index_or_none(self._calls, owner, op.call, is_shared=is_shared),
+            forward_op=self._new_index_or_none(self._ops, owner, op.forward_op, is_shared=is_shared),
+            inputs=self._new_indices(storages, owner, op.inputs, is_shared=is_shared),
+            outputs=self._new_indices(storages, owner, op.outputs, is_shared=is_shared),
+            written=self._new_indices(storages, owner, op.written, is_shared=is_shared),
         )
 
     def _op_on_gradients(self, op: Op) -> Op:
@@ -109,7 +113,7 @@ class LayerCopies:
         copied_bytes = sum(self._graph.storages[index].size_bytes for index in moved)
 
         def storages(indices: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(self._storages.numbers(indices[n])[copy] for n, copy in self._in_each_layer(indices))
+            return tuple(self._storages.new_indices(indices[n])[copy] for n, copy in self._in_each_layer(indices))
 
         return dataclasses.replace(
             op,
@@ -138,8 +142,8 @@ class LayerCopies:
         )
         return _copies(
             save,
-            storage=self._named_or_none(self._storages, owner, save.storage, is_shared=True),
-            call=self._named_or_none(self._calls, owner, save.call, is_shared=True),
+            storage=self._new_index_or_none(self._storages, owner, save.storage, is_shared=True),
+            call=self._new_index_or_none(self._calls, owner, save.call, is_shared=True),
             pack=pack,
             unpack=unpack,
             release=release,
@@ -150,15 +154,15 @@ class LayerCopies:
         return _copies(
             call,
             module=self._renamed(call.module, owner),
-            parent=self._named_or_none(self._calls, owner, call.parent, is_shared=True),
+            parent=self._new_index_or_none(self._calls, owner, call.parent, is_shared=True),
             start=self._ticks.moved_all(call.start, owner),
             end=self._ticks.moved_all(call.end, owner),
-            inputs=self._all_named(self._storages, owner, call.inputs, is_shared=True),
-            made_inputs=self._all_named(self._storages, owner, call.made_inputs, is_shared=True),
+            inputs=self._new_indices(self._storages, owner, call.inputs, is_shared=True),
+            made_inputs=self._new_indices(self._storages, owner, call.made_inputs, is_shared=True),
         )
 
     def _renamed(self, path: str, owner: int | None) -> list[str]:
-        """Returns the paths in the longer model of a module that the copies of an item name."""
+        """Returns, for each copy of an item of a layer, the path in the longer model of the module at `path`."""
         renamed = self._paths.get((path, owner))
         if renamed is None:
             found, layers = self._run.position(path), self._ticks.layers(owner)
@@ -172,21 +176,21 @@ class LayerCopies:
             self._paths[path, owner] = renamed
         return renamed
 
-    def _named_or_none(
+    def _new_index_or_none(
         self, owned: Owned, owner: int | None, index: int | None, *, is_shared: bool
     ) -> Sequence[int | None]:
-        """Like `Owned.named_by`, but returns None for each copy if `index` is None."""
+        """Like `Owned.new_indices_for`, but returns None for each copy if `index` is None."""
         if index is None:
             return [None] * len(self._ticks.layers(owner))
-        return owned.named_by(owner, index, is_shared=is_shared)
+        return owned.new_indices_for(owner, index, is_shared=is_shared)
 
-    def _all_named(
+    def _new_indices(
         self, owned: Owned, owner: int | None, indices: tuple[int, ...], *, is_shared: bool
     ) -> list[tuple[int, ...]]:
-        """Returns, for each copy of an item, the indices in the longer recording of the items that it names."""
+        """Returns, for each copy of an item, the indices in the longer recording of the items that it refers to."""
         if not indices:
             return [()] * len(self._ticks.layers(owner))
-        return [*zip(*[owned.named_by(owner, index, is_shared=is_shared) for index in indices], strict=True)]
+        return [*zip(*[owned.new_indices_for(owner, index, is_shared=is_shared) for index in indices], strict=True)]
 
 
 def ticks_of(save: Save) -> tuple[int | None, ...]:

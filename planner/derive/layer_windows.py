@@ -50,7 +50,8 @@ class Ticks:
         if any(one.stop > other.start for one, other in zip(self._windows, self._windows[1:], strict=False)):
             raise NotAlikeError
         self._by_place = {(window.passed, window.layer): window for window in windows}
-        self._starts_moved: dict[tuple[Pass, int, int], list[int]] = {}
+        self._starts_found: dict[tuple[Pass, int, int], list[int]] = {}
+        """Caches the results of `_moved_starts`."""
         self._insertions: list[tuple[int, int]] = []
         self._lengths: dict[Pass, int] = {}
         template = run.copied
@@ -71,7 +72,7 @@ class Ticks:
         return self._windows[number]
 
     def layer_at(self, tick: int) -> int | None:
-        """Returns the layer that a tick after the setup belongs to; None if it belongs to none."""
+        """Returns the layer in whose window a tick is; None if it is in no window, or before the step."""
         window = self.window(tick) if tick > self.begin else None
         return None if window is None else window.layer
 
@@ -112,7 +113,7 @@ class Ticks:
     def layers(self, owner: int | None) -> range:
         """Returns the positions in the longer recording of a layer of the shorter one, and of its copies.
 
-        What belongs to no layer (None) is there once.
+        For None it is one position without a meaning: an item that belongs to no layer has no copies.
         """
         layer = 0 if owner is None else self.new_layer(owner)
         return range(layer, layer + 1 + (self.run.left_out if owner == self.run.copied else 0))
@@ -122,15 +123,20 @@ class Ticks:
         return layer if layer <= self.run.copied else layer + self.run.left_out
 
     def _moved_starts(self, passed: Pass, owner: int, distance: int) -> list[int]:
-        """Returns the ticks at which the windows at a distance from a layer, and from its copies, begin."""
-        found = self._starts_moved.get((passed, owner, distance))
+        """Returns the ticks in the longer recording at which windows begin, one for each copy of a layer.
+
+        Args:
+            owner: the layer, by its position in the shorter recording.
+            distance: number of layers from a copy to the layer whose window it is.
+        """
+        found = self._starts_found.get((passed, owner, distance))
         if found is None:
             starts = [self._moved_start(passed, layer + distance) for layer in self.layers(owner)]
-            found = self._starts_moved[passed, owner, distance] = starts
+            found = self._starts_found[passed, owner, distance] = starts
         return found
 
     def _moved_start(self, passed: Pass, layer: int) -> int:
-        """Returns the tick at which the window of a layer of the longer recording begins there."""
+        """Returns the tick in the longer recording at which the window of a layer of the longer model begins."""
         template, left_out = self.run.copied, self.run.left_out
         copy = layer - template
         if 0 < copy <= left_out:

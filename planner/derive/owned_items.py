@@ -23,12 +23,12 @@ class Owned:
             self.slots.append(0 if owner is None else len(self.of_layer[owner]))
             if owner is not None:
                 self.of_layer[owner].append(index)
-        self._numbers: list[list[int]] = []
+        self._new_indices: list[list[int]] = []
         """For each item, the index in the longer recording of each of its copies."""
-        self._numbers_in_layer: dict[int, list[int]] = {}
+        self._new_in_layer: dict[int, list[int]] = {}
         """For each layer of the longer recording, the indices of its items there."""
-        self._numbers_named: dict[tuple[int, int], list[int]] = {}
-        """What `named_by` has found, by the item and the layer that names it."""
+        self._new_for: dict[tuple[int, int], list[int]] = {}
+        """Caches the results of `new_indices_for`, by the index of an item and the layer of what refers to it."""
 
     def arrange(self, starts: Sequence[int]) -> None:
         """Sets the order of the items of the longer recording.
@@ -43,12 +43,12 @@ class Owned:
                 zip(self._ticks.layers(owner), self._ticks.moved_all(start, owner), strict=True)
             )
         )
-        self._numbers = [[0] * len(self._ticks.layers(owner)) for owner in self.owners]
+        self._new_indices = [[0] * len(self._ticks.layers(owner)) for owner in self.owners]
         for number, (_, _, index, copy) in enumerate(places):
-            self._numbers[index][copy] = number
+            self._new_indices[index][copy] = number
         for owner, indices in self.of_layer.items():
             for copy, layer in enumerate(self._ticks.layers(owner)):
-                self._numbers_in_layer[layer] = [self._numbers[index][copy] for index in indices]
+                self._new_in_layer[layer] = [self._new_indices[index][copy] for index in indices]
 
     def in_order(self, copies: Iterable[Sequence[Any]]) -> list[Any]:
         """Returns the items of the longer recording in their order.
@@ -56,42 +56,45 @@ class Owned:
         Args:
             copies: for each item of the shorter recording, all its copies.
         """
-        ordered: list[Any] = [None] * sum(map(len, self._numbers))
-        for numbers, items in zip(self._numbers, copies, strict=True):
+        ordered: list[Any] = [None] * sum(map(len, self._new_indices))
+        for numbers, items in zip(self._new_indices, copies, strict=True):
             for number, item in zip(numbers, items, strict=True):
                 ordered[number] = item
         return ordered
 
-    def numbers(self, index: int) -> list[int]:
+    def new_indices(self, index: int) -> list[int]:
         """Returns the index in the longer recording of each copy of an item."""
-        return self._numbers[index]
+        return self._new_indices[index]
 
-    def named_by(self, owner: int | None, index: int, *, is_shared: bool = False) -> list[int]:
-        """Returns the index in the longer recording of what each copy of an item names, such as an op its input.
+    def new_indices_for(self, owner: int | None, index: int, *, is_shared: bool = False) -> list[int]:
+        """Returns, for each copy of an item, the index in the longer recording of the item that it refers to.
+
+        For example, an op refers to its inputs.
 
         Args:
-            owner: layer of the item that names another one; None if it belongs to no layer.
-            index: index in the shorter recording of the item that is named.
-            is_shared: True if an item of no layer may name only layers at the ends of the run.
+            owner: layer of the item that refers to another one; None if it belongs to no layer.
+            index: index in the shorter recording of the item that is referred to.
+            is_shared: True if an item that belongs to no layer must not refer to the middle layers of the run. It has
+                no effect if `owner` is a layer.
         """
         named = self.owners[index]
         if named is None:
-            return self._numbers[index] * len(self._ticks.layers(owner))
+            return self._new_indices[index] * len(self._ticks.layers(owner))
         if owner is None:
             run = self._ticks.run
             if is_shared and FARTHEST <= named - run.first < run.kept - FARTHEST:
                 raise NotAlikeError
-            return self._numbers[index][:1]
-        found = self._numbers_named.get((index, owner))
+            return self._new_indices[index][:1]
+        found = self._new_for.get((index, owner))
         if found is None:
-            found = self._numbers_named[index, owner] = self._named_by_layer(owner, index, named - owner)
+            found = self._new_for[index, owner] = self._named_by_layer(owner, index, named - owner)
         return found
 
     def _named_by_layer(self, owner: int, index: int, distance: int) -> list[int]:
         if abs(distance) > FARTHEST:
             raise NotAlikeError
         slot = self.slots[index]
-        in_layers = [self._numbers_in_layer.get(layer + distance, ()) for layer in self._ticks.layers(owner)]
+        in_layers = [self._new_in_layer.get(layer + distance, ()) for layer in self._ticks.layers(owner)]
         if any(slot >= len(numbers) for numbers in in_layers):
             raise NotAlikeError
         return [numbers[slot] for numbers in in_layers]

@@ -43,18 +43,19 @@ def _blocks(order: Sequence[str]) -> list[str]:
 
 def _merged(leaves: Sequence[str], owners: Sequence[str]) -> tuple[str, ...]:
     """Returns `leaves`, each replaced by its outermost parent that has no parameters outside of `leaves`."""
-    with_others = {path for owner in set(owners) - set(leaves) for path in _with_parents(owner)}
+    # Modules that have a parameter outside of `leaves`.
+    outside = {path for owner in set(owners) - set(leaves) for path in _with_parents(owner)}
     names: dict[str, None] = {}
     for leaf in leaves:
         name = leaf
-        while (parent := name.rpartition(".")[0]) and parent not in with_others:
+        while (parent := name.rpartition(".")[0]) and parent not in outside:
             name = parent
         names[name] = None
     return tuple(names)
 
 
 def _with_parents(path: str) -> Iterator[str]:
-    """Yields a path and those of the modules that contain it, without the model itself."""
+    """Yields a path and the paths of all modules that contain it, except that of the model, which is empty."""
     while path:
         yield path
         path = path.rpartition(".")[0]

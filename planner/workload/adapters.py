@@ -103,8 +103,8 @@ def _adapted(model: Any, adapter: Adapter, dtype: str, *, upcasts: bool) -> torc
             config.base_model_name_or_path = model.__dict__.get("name_or_path")  # else peft warns of a moved folder
         else:
             config = peft.LoraConfig(**adapter.lora_options(type(model).__name__))
-        # On the meta device, the adapters take no memory, and no time for random values.
-        with torch.device("meta") if _is_on_meta(model) else contextlib.nullcontext():
+        # On the meta device, peft allocates no memory for the adapters and draws no random values.
+        with torch.device("meta") if _is_on_meta(model) and _has_plain_values(config) else contextlib.nullcontext():
             return peft.get_peft_model(model, config).train()
     except Exception as error:  # peft raises errors of any type for settings that do not go with the model
         if adapter.folder:
@@ -151,6 +151,15 @@ def _quantize(model: Any, dtype: str) -> None:
 
 def _is_on_meta(model: torch.nn.Module) -> bool:
     return all(parameter.is_meta for parameter in model.parameters())
+
+
+def _has_plain_values(config: Any) -> bool:
+    """True if peft computes nothing from the values of the adapters, and they follow from no values of the model.
+
+    Other methods than LoRA read, for example, the numbers of virtual tokens. Other initializations of LoRA decompose
+    the weights.
+    """
+    return config.peft_type == "LORA" and config.init_lora_weights in (True, False, "gaussian")
 
 
 def _takes_adapters(module: torch.nn.Module) -> bool:

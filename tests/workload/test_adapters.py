@@ -171,7 +171,6 @@ def test_the_head_that_adapters_train_is_not_quantized(task, tmp_path):
     assert len(trained) == 2 and set(trained.values()) == {torch.float32}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_quantized", [False, True], ids=["LoRA", "QLoRA"])
 def test_adapters_of_a_model_without_values_get_no_values(is_quantized, monkeypatch):
     with torch.device("meta"):
@@ -187,6 +186,22 @@ def test_adapters_of_a_model_without_values_get_no_values(is_quantized, monkeypa
     assert devices and set(devices) == {"meta"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4},
+        {"peft_type": "BOFT", "boft_block_size": 4, "target_modules": ["q_proj"]},
+    ],
+    ids=lambda settings: settings["peft_type"],
+)
+def test_saved_adapters_of_other_methods_keep_the_values_that_peft_reads(settings, folder, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"task_type": "CAUSAL_LM", **settings}))
+    sizes = ["--batch-size", "2", "--seq-len", "32", "--gpu", "bare", "-q"]
+    assert cli.main([str(folder / "config.json"), "--lora", str(tmp_path), *sizes]) == 0
+
+
+@pytest.mark.slow
 def test_dora_on_4_bit_weights_is_planned_for_a_model_with_values(folder):
     adapter = Adapter(rank=4, is_quantized=True, is_dora=True)
     with pytest.raises(WorkloadError, match="plan your loaded model"):
