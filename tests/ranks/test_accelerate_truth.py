@@ -26,7 +26,7 @@ from planner.space.accelerate_units import blocks_of
 from planner.space.sharding import Cards, shardings
 from planner.workload.optimizer_choice import for_copies
 from tests.support.accelerate_ranks import in_processes, launcher_environment
-from tests.support.rank_truth import RankCase, events, rehearsal
+from tests.support.rank_truth import RankCase, events, rehearsal, until_gloo_lets_go
 from tests.support.truth import LANGUAGE, STEPS, Case, foreach, hugging_face
 from tests.support.truth import rehearsal as one_process
 
@@ -120,7 +120,7 @@ def prepared(case: RankCase, plan: Plan) -> list[tuple[StepGraph, list[str], lis
 
             return step, (optimizer.optimizer,)
 
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), until_gloo_lets_go():
             recorder = Recorder("cpu", virtual=False, what_if=False, in_place=None)
             graph = record_steps(
                 recorder, work.model, work.batch, prepare, steps=STEPS, primed=False,

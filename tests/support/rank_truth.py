@@ -49,7 +49,7 @@ def truth(case: RankCase) -> list[StepGraph]:
 
     def run(rank: int) -> StepGraph:
         alone()
-        with torch.autograd.set_multithreading_enabled(False), _until_gloo_lets_go():
+        with torch.autograd.set_multithreading_enabled(False), until_gloo_lets_go():
             graph = _recorded(case, work, work.batch, optimizers)
         dist.barrier()
         return graph
@@ -82,27 +82,47 @@ def rehearsal(case: RankCase, rank: int, device: str = "cpu") -> StepGraph:
 
 
 @contextlib.contextmanager
-def _until_gloo_lets_go() -> Iterator[None]:
-    """Context in which waiting for a collective also waits until gloo's thread holds its tensors no longer.
+def until_gloo_lets_go() -> Iterator[None]:
+    """Context in which a collective that blocks also waits until gloo's thread no longer holds its tensors.
 
     The thread lets go of them a moment after it has woken the waiting process, at a time that differs from run to run.
+
+    Raises:
+        TimeoutError: gloo's thread did not let go of a tensor. Collectives with `async_op=True` are not supported.
     """
 
-    def longer(wait: Callable) -> Callable:
-        def call(tensor: torch.Tensor, *arguments: object, **options: object) -> object:
-            result = wait(tensor, *arguments, **options)
-            end = time.monotonic() + 0.2
-            while _holders(tensor) > 1 and time.monotonic() < end:
-                time.sleep(0.001)
+    def longer(call: Callable) -> Callable:
+        def collective(*arguments: object, **options: object) -> object:
+            given = [value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor)]
+            holders = [_holders(tensor) for tensor in given]
+            result = call(*arguments, **options)
+            if not _has_let_go(given, holders, seconds=20.0):
+                raise TimeoutError(f"gloo still holds one of {[tuple(tensor.shape) for tensor in given]}")
             return result
 
-        return call
+        return collective
 
-    with (
-        mock.patch.object(_functional_collectives, "wait_tensor", longer(_functional_collectives.wait_tensor)),
-        mock.patch.object(dist, "all_reduce", longer(dist.all_reduce)),
-    ):
+    def longer_wait(tensor: torch.Tensor) -> torch.Tensor:
+        result = wait_tensor(tensor)
+        _has_let_go([tensor], [1], seconds=0.2)  # a tensor that the model holds elsewhere has more holders
+        return result
+
+    wait_tensor = _functional_collectives.wait_tensor
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(_functional_collectives, "wait_tensor", longer_wait))
+        for name in ("all_reduce", "all_gather_single", "reduce_scatter_single"):  # those that FSDP2 calls
+            stack.enter_context(mock.patch.object(dist, name, longer(getattr(dist, name))))
         yield
+
+
+def _has_let_go(tensors: list[torch.Tensor], holders: list[int], seconds: float) -> bool:
+    """Waits until each tensor has no more than this number of holders, and returns whether that happened in time."""
+    end = time.monotonic() + seconds
+    while any(_holders(tensor) > count for tensor, count in zip(tensors, holders, strict=True)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def _holders(tensor: torch.Tensor) -> int:
