@@ -475,7 +475,7 @@ FAULTS = (
         old='with torch.device("meta") if _is_on_meta(model) and _has_plain_values(config) else',
         new="with",
         tests=("tests/workload/test_adapters.py::test_adapters_of_a_model_without_values_get_no_values[LoRA]",),
-        why="adapters of a model on the meta device get random values: minutes for thousands of experts",
+        why="adapters of a model on the meta device get random values, which takes minutes for thousands of experts",
     ),
     Fault(
         name="unreadable-answer-is-waited-for",

@@ -27,8 +27,8 @@ class LayerCopies:
             `arrange`.
 
     Raises:
-        NotAlikeError: an op or a tensor uses all layers at once, so that the longer recording cannot be derived. Each
-            method may raise it, too.
+        NotAlikeError: the longer recording cannot be derived, for example because an op uses all layers at once, or
+            because an item refers to a layer that is more than `FARTHEST` layers away. Each method may raise it, too.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class LayerCopies:
         )
 
     def _in_each_layer(self, indices: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Yields the places of storages in `indices`, each with the number of its copy.
+        """Yields pairs of a position in `indices` and the number of a copy.
 
-        The storages of the layer that is copied come once for each copy.
+        The position of a storage of the copied layer is yielded once for each copy, copy after copy.
         """
         for owner, group in itertools.groupby(range(len(indices)), lambda n: self._storages.owners[indices[n]]):
             places = [*group]

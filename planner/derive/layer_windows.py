@@ -90,7 +90,10 @@ class Ticks:
         return (tick,) if window is None else (window.passed, window.layer - owner, tick - window.start)
 
     def moved(self, tick: int) -> int:
-        """Returns the tick in the longer recording of an event that belongs to no layer."""
+        """Returns a tick, moved by the windows that are inserted before it.
+
+        This is the tick in the longer recording of an event that has no copies.
+        """
         return tick + sum(length for point, length in self._insertions if point <= tick)
 
     def moved_all(self, tick: int, owner: int | None) -> list[int]:
@@ -113,7 +116,8 @@ class Ticks:
     def layers(self, owner: int | None) -> range:
         """Returns the positions in the longer recording of a layer of the shorter one, and of its copies.
 
-        For None it is one position without a meaning: an item that belongs to no layer has no copies.
+        If `owner` is None, the range has length one, because an item that belongs to no layer has no copies. Its value
+        has no meaning.
         """
         layer = 0 if owner is None else self.new_layer(owner)
         return range(layer, layer + 1 + (self.run.left_out if owner == self.run.copied else 0))
@@ -127,7 +131,7 @@ class Ticks:
 
         Args:
             owner: the layer, by its position in the shorter recording.
-            distance: number of layers from a copy to the layer whose window it is.
+            distance: position of the layer that has the window, relative to the copy; 1 for the next layer.
         """
         found = self._starts_found.get((passed, owner, distance))
         if found is None:

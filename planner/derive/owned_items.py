@@ -28,7 +28,7 @@ class Owned:
         self._new_in_layer: dict[int, list[int]] = {}
         """For each layer of the longer recording, the indices of its items there."""
         self._new_for: dict[tuple[int, int], list[int]] = {}
-        """Caches the results of `new_indices_for`, by the index of an item and the layer of what refers to it."""
+        """Caches the results of `new_indices_for`, by the item that is referred to, and the layer of the other."""
 
     def arrange(self, starts: Sequence[int]) -> None:
         """Sets the order of the items of the longer recording.
@@ -87,10 +87,11 @@ class Owned:
             return self._new_indices[index][:1]
         found = self._new_for.get((index, owner))
         if found is None:
-            found = self._new_for[index, owner] = self._named_by_layer(owner, index, named - owner)
+            found = self._new_for[index, owner] = self._new_at_distance(owner, index, named - owner)
         return found
 
-    def _named_by_layer(self, owner: int, index: int, distance: int) -> list[int]:
+    def _new_at_distance(self, owner: int, index: int, distance: int) -> list[int]:
+        """Returns the new indices of an item's counterparts in the layers at `distance` from each copy of `owner`."""
         if abs(distance) > FARTHEST:
             raise NotAlikeError
         slot = self.slots[index]

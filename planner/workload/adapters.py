@@ -154,10 +154,11 @@ def _is_on_meta(model: torch.nn.Module) -> bool:
 
 
 def _has_plain_values(config: Any) -> bool:
-    """True if peft computes nothing from the values of the adapters, and they follow from no values of the model.
+    """True if peft neither reads the initial values of the adapters nor computes them from the weights of the model.
 
-    Other methods than LoRA read, for example, the numbers of virtual tokens. Other initializations of LoRA decompose
-    the weights.
+    Methods other than LoRA may read values: prompt tuning reads the indices of its virtual tokens. Other
+    initializations of LoRA are computed from the weights, for example by a decomposition. The magnitudes of DoRA have a
+    shape and no values on the meta device, as the weights.
     """
     return config.peft_type == "LORA" and config.init_lora_weights in (True, False, "gaussian")
 
