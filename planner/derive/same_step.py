@@ -8,6 +8,8 @@ modules.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 
 from planner.recording.step_graph import Category, Op, StepGraph, Storage
 
@@ -22,7 +24,10 @@ def is_same_step(graph: StepGraph | None, other: StepGraph) -> bool:
     Args:
         graph, other: recordings. If one has no `update_tick`, all of its last step is compared.
     """
-    return graph is not None and _Step(graph).events() == _Step(other).events()
+    if graph is None:
+        return False
+    pairs = itertools.zip_longest(_Step(graph).events(), _Step(other).events())  # one at a time, to take little memory
+    return all(event == expected for event, expected in pairs)
 
 
 class _Step:
@@ -37,33 +42,19 @@ class _Step:
         self._earlier_calls = len(graph.calls) - len(self._calls)
         self._storages = [self._storage(storage) for storage in graph.storages]
 
-    def events(self) -> tuple[object, ...]:
-        at, storages = self._at, self._storages
-        return (
-            self._live_bytes(),
-            [self._op(op) for op in self._ops],
-            [
-                (
-                    None if save.storage is None else storages[save.storage],
-                    *[at(tick) for tick in (save.pack, save.unpack, save.release, save.again)],
-                )
-                for save in self._graph.saves
-            ],
-            [
-                (
-                    call.module,
-                    at(call.start),
-                    at(call.end),
-                    self._call(call.parent),
-                    call.obstacle,
-                    call.has_hooks,
-                    *[[storages[index] for index in indices] for indices in (call.inputs, call.made_inputs)],
-                )
-                for call in self._calls
-            ],
-            self._graph.module_types,
-            sorted(self._graph.trained),
-        )
+    def events(self) -> Iterator[object]:
+        """Yields the memory curve, then what `is_same_step` compares of each op, save and call."""
+        yield self._live_bytes()
+        yield self._graph.module_types
+        yield sorted(self._graph.trained)
+        yield from map(self._op, self._ops)
+        for save in self._graph.saves:
+            storage = None if save.storage is None else self._storages[save.storage]
+            yield storage, *[self._at(tick) for tick in (save.pack, save.unpack, save.release, save.again)]
+        for call in self._calls:
+            used = [[self._storages[index] for index in indices] for indices in (call.inputs, call.made_inputs)]
+            times = self._at(call.start), self._at(call.end)
+            yield call.module, *times, self._call(call.parent), call.obstacle, call.has_hooks, *used
 
     def _live_bytes(self) -> list[int]:
         storages = [
