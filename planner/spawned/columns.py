@@ -54,10 +54,12 @@ class Packable:
         Each list that is read is then a new one, with new instances: do not call this while others refer to the old
         ones, which then stay in memory, too.
         """
-        lists = [name for name, value in vars(self).items() if isinstance(value, list) and value]
-        for name in lists:
-            packed = pickle.dumps(Columns.of(vars(self).pop(name)), pickle.HIGHEST_PROTOCOL)
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, list) and value}
+        while lists:
+            name, value = lists.popitem()
+            packed = pickle.dumps(Columns.of(value), pickle.HIGHEST_PROTOCOL)
             vars(self)[_PACKED] = {**vars(self).get(_PACKED, {}), name: packed}  # a copy may have the same dictionary
+            del vars(self)[name]  # last, because an interrupt may end this method at any line
 
     if not TYPE_CHECKING:  # for a type checker, a class with this method has every attribute
 
