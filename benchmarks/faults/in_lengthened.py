@@ -250,12 +250,12 @@ FAULTS = (
         why="the search sees only a few layers of a model whose batch is split",
     ),
     Fault(
-        name="lengthened-if-the-first-events-are-alike",
+        name="lengthened-if-the-first-events-are-equal",
         path="planner/derive/same_step.py",
         old="    pairs = itertools.zip_longest(",
         new="    pairs = zip(",
-        tests=("tests/derive/test_same_step.py::test_steps_of_which_one_goes_on_are_different",),
-        why="a step that only begins as another one is taken for equal to it",
+        tests=("tests/derive/test_same_step.py::test_steps_with_different_numbers_of_events_are_different",),
+        why="two steps count as equal if one has further events at its end",
     ),
     Fault(
         name="large-certificates-stay-unpacked",
@@ -265,7 +265,7 @@ FAULTS = (
         tests=(
             "tests/choose/test_certificates.py::test_large_certificates_are_packed_before_another_one_is_rehearsed[of]",
         ),
-        why="each certificate of a very deep model takes memory until the plan is known",
+        why="all certificates of a very deep model stay unpacked in memory during the search",
     ),
     Fault(
         name="too-many-recordings-in-memory",

@@ -317,6 +317,16 @@ FAULTS = [
         why="a layer of 8 experts on 64 cards takes eight times its memory when it is gathered",
     ),
     Fault(
+        name="copies-of-the-model-free-the-process-group",
+        path="rewrite/emitter/main_of_rank.py",
+        old="_LEAVE_GROUP if any(fragment.shards for fragment in fragments) else _LEAVE_GROUP_OF_COPIES",
+        new="_LEAVE_GROUP",
+        tests=(
+            "tests/ranks/test_rank_emitted_main.py::test_the_process_group_is_freed_after_copies_of_the_model[ddp]",
+        ),
+        why="an emitted file for several CPUs may hang after its last step",
+    ),
+    Fault(
         name="cards-resume-nothing",
         path="rewrite/emitter/main_of_rank.py",
         old="arguments.resume is not None and not os.path",

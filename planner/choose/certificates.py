@@ -17,7 +17,7 @@ Start = Callable[[tuple[Decision, ...]], Running]
 """Starts a child process that rewrites the training step by these decisions and rehearses it twice in a row."""
 
 _MOST_TICKS = 200_000
-"""Certificates with more ticks are packed while they are not used. Packing and unpacking one with this number of ticks
+"""Certificates with more ticks are packed before the next rehearsal. Packing and unpacking a certificate of this size
 takes about a second in total. An op has about two ticks."""
 
 
@@ -48,7 +48,7 @@ class Certificates:
         self._ahead: tuple[tuple[Decision, ...], Running] | None = None
         """Decisions and process of the rehearsal that was started by `foresee`; None if there is none."""
         self._made: list[weakref.ref[StepGraph]] = []
-        """All certificates. The best plan and the baseline are in memory also if they are no longer in the cache."""
+        """All certificates. Others may keep a certificate, such as that of the best plan, that has left the cache."""
 
     def of(self, decisions: tuple[Decision, ...]) -> StepGraph:
         """Returns the certificate of `decisions`, from the cache or by a rehearsal."""
@@ -117,9 +117,10 @@ class Certificates:
         return decisions in self._cached or decisions in self._begun or decisions in self._in_background
 
     def _pack(self) -> None:
-        """Keep the large ones of the certificates so far in less memory until they are used again.
+        """Pack the large certificates. They are unpacked when they are read again.
 
-        It is called before a rehearsal is started or waited for: a forked process has the memory of this one, too.
+        This is done before a rehearsal is started or waited for, because a forked process starts with the memory of
+        this process.
         """
         for graph in (made() for made in self._made):
             if graph is not None and graph.ticks > _MOST_TICKS:

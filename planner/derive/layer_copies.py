@@ -27,7 +27,8 @@ class LayerCopies:
             `arrange`.
 
     Raises:
-        NotAlikeError: the longer recording cannot be derived, for example because an op uses all layers at once, or
+        NotAlikeError: the longer recording cannot be derived, for example because an op of the forward or the
+            backward uses tensors of all layers, or
             because an item refers to a layer that is more than `FARTHEST` layers away. Each method may raise it, too.
     """
 

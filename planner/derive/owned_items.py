@@ -28,7 +28,7 @@ class Owned:
         self._new_in_layer: dict[int, list[int]] = {}
         """For each layer of the longer recording, the indices of its items there."""
         self._new_for: dict[tuple[int, int], list[int]] = {}
-        """Caches the results of `new_indices_for`, by the item that is referred to, and the layer of the other."""
+        """Caches the results of `new_indices_for`, by the item that is referred to and the layer that refers to it."""
 
     def arrange(self, starts: Sequence[int]) -> None:
         """Sets the order of the items of the longer recording.
@@ -91,7 +91,7 @@ class Owned:
         return found
 
     def _new_at_distance(self, owner: int, index: int, distance: int) -> list[int]:
-        """Returns the new indices of an item's counterparts in the layers at `distance` from each copy of `owner`."""
+        """Returns, for each copy of the layer `owner`, the new index of the matching item at this distance."""
         if abs(distance) > FARTHEST:
             raise NotAlikeError
         slot = self.slots[index]

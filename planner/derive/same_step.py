@@ -26,7 +26,7 @@ def is_same_step(graph: StepGraph | None, other: StepGraph) -> bool:
     """
     if graph is None:
         return False
-    pairs = itertools.zip_longest(_Step(graph).events(), _Step(other).events())  # one at a time, to take little memory
+    pairs = itertools.zip_longest(_Step(graph).events(), _Step(other).events())  # no list of all events
     return all(event == expected for event, expected in pairs)
 
 
@@ -43,7 +43,7 @@ class _Step:
         self._storages = [self._storage(storage) for storage in graph.storages]
 
     def events(self) -> Iterator[object]:
-        """Yields the memory curve, then what `is_same_step` compares of each op, save and call."""
+        """Yields the bytes alive at each tick, module types and trained parameters, then each op, save and call."""
         yield self._live_bytes()
         yield self._graph.module_types
         yield sorted(self._graph.trained)

@@ -43,7 +43,7 @@ def _blocks(order: Sequence[str]) -> list[str]:
 
 def _merged(leaves: Sequence[str], owners: Sequence[str]) -> tuple[str, ...]:
     """Returns `leaves`, each replaced by its outermost parent that has no parameters outside of `leaves`."""
-    # These modules contain a module that has parameters and is not one of `leaves`.
+    # Modules that have a parameter outside of `leaves`, directly or in a submodule.
     outside = {path for owner in set(owners) - set(leaves) for path in _with_parents(owner)}
     names: dict[str, None] = {}
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""Converts lists of dataclass instances to columns: to send them to another process, and to keep them in less memory.
+"""Converts lists of dataclass instances to columns, which are pickled for another process or to save memory.
 
 Pickled one by one, each instance needs a dictionary of its fields while it is sent and while it is read. For recordings
 these dictionaries take more memory than the instances.
@@ -45,26 +45,27 @@ class Columns:
 class Packable:
     """Base class of a dataclass with attributes that are long lists of dataclass instances.
 
-    It is pickled with these lists as columns. `pack` also keeps it in this form until a list is read again.
+    The lists are pickled as columns. `pack` replaces each list in memory by such a pickle. A list is unpacked when it
+    is read, and the other lists stay packed.
     """
 
     def pack(self) -> None:
-        """Keep each list as a pickle of its columns, in about a seventh of the memory, until the list is read.
+        """Keep each list as a pickle of its columns until it is read, in less than a third of its memory.
 
-        Each list that is read is then a new one, with new instances: do not call this while others refer to the old
-        ones, which then stay in memory, too.
+        Reading a packed list creates a new list with new instances. Call this method only if nothing else refers to
+        the old list or its instances: they would stay in memory, and changes to them would be lost.
         """
         lists = {name: value for name, value in vars(self).items() if isinstance(value, list) and value}
         while lists:
             name, value = lists.popitem()
             packed = pickle.dumps(Columns.of(value), pickle.HIGHEST_PROTOCOL)
-            vars(self)[_PACKED] = {**vars(self).get(_PACKED, {}), name: packed}  # a copy may have the same dictionary
-            del vars(self)[name]  # last, because an interrupt may end this method at any line
+            vars(self)[_PACKED] = {**vars(self).get(_PACKED, {}), name: packed}  # copies may share the old dictionary
+            del vars(self)[name]  # last, so that Ctrl-C at any line loses nothing
 
-    if not TYPE_CHECKING:  # for a type checker, a class with this method has every attribute
+    if not TYPE_CHECKING:  # with this method, a type checker would accept any attribute name
 
         def __getattr__(self, name: str) -> Any:
-            """Unpacks a list. Python calls this for attributes that are not there, and so not for lists in use."""
+            """Unpacks a list. Python calls this method only for missing attributes, that is, while a list is packed."""
             packed = vars(self).get(_PACKED, {})
             if name not in packed:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)

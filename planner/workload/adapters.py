@@ -154,11 +154,11 @@ def _is_on_meta(model: torch.nn.Module) -> bool:
 
 
 def _has_plain_values(config: Any) -> bool:
-    """True if peft neither reads the initial values of the adapters nor computes them from the weights of the model.
+    """True if the adapters can be created on the meta device, because peft needs no values for them.
 
-    Methods other than LoRA may read values: prompt tuning reads the indices of its virtual tokens. Other
-    initializations of LoRA are computed from the weights, for example by a decomposition. The magnitudes of DoRA have a
-    shape and no values on the meta device, as the weights.
+    Methods other than LoRA may need values: prompt tuning reads the indices of its virtual tokens. Other
+    initializations of LoRA may need values, too, for example to decompose the weights. DoRA computes its magnitudes
+    from the weights, which also works on the meta device.
     """
     return config.peft_type == "LORA" and config.init_lora_weights in (True, False, "gaussian")
 

@@ -65,8 +65,7 @@ def main_of_rank(
         f'            print(f"step {{step}}: loss {{loss.item() / {cards}:.4f}}")',
         "    if arguments.checkpoint is not None:",
         f"        save_checkpoint(arguments.checkpoint, model, optimizer, done + arguments.steps{scaler})",
-        *([] if any(fragment.shards for fragment in fragments) else _LAST_BARRIER),
-        "    torch.distributed.destroy_process_group()",
+        *(_LEAVE_GROUP if any(fragment.shards for fragment in fragments) else _LEAVE_GROUP_OF_COPIES),
     ]
     return "\n".join(lines) + "\n"
 
@@ -78,12 +77,14 @@ def _seed(part: str) -> list[str]:
     return [f"    torch.manual_seed(1 + {part})  # processes that divide one copy of the model have the same batch"]
 
 
-# DistributedDataParallel frees the process group while it has the GIL, and joins the threads of gloo. If one of them
-# frees the tensors of the last collective, it needs the GIL, and both wait forever. A barrier is queued when that
-# thread is done, and has no tensors.
-_LAST_BARRIER = [
-    '    if arguments.device == "cpu":',
-    "        torch.distributed.barrier()  # else gloo may hang when the model is freed",
+_LEAVE_GROUP = ["    torch.distributed.destroy_process_group()"]
+# If DistributedDataParallel has the last reference to the process group, it frees the group while it holds Python's
+# GIL, and joins the threads of gloo. A thread that frees the tensors of the last collective needs the GIL, and both
+# wait forever. A barrier before it makes this rarer, but not impossible. Python frees its references without the GIL.
+# Local variables are freed in the order in which they were first assigned, so that `group` is freed after `model`.
+_LEAVE_GROUP_OF_COPIES = [
+    "    group = torch.distributed.group.WORLD  # kept until `model` is freed, because gloo may hang otherwise",
+    "    torch.distributed.destroy_process_group(group)",
 ]
 
 

@@ -62,7 +62,7 @@ def traded(**options):
 
 @pytest.fixture(scope="module")
 def exact():
-    return traded()
+    return traded(seconds=300)  # the default may be too short on a loaded machine
 
 
 @pytest.fixture

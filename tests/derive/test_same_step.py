@@ -25,7 +25,7 @@ def test_a_step_is_the_same_as_itself(record):
 
 
 @pytest.mark.parametrize("name", ["saves", "calls"])  # the last ops belong to the update, which is not compared
-def test_steps_of_which_one_goes_on_are_different(name):
+def test_steps_with_different_numbers_of_events_are_different(name):
     graph = recorded(what_if)
     shorter = dataclasses.replace(graph, **{name: getattr(graph, name)[:-1]})
     assert not is_same_step(shorter, graph)
@@ -33,7 +33,7 @@ def test_steps_of_which_one_goes_on_are_different(name):
 
 
 @pytest.mark.parametrize("name", ["ops", "saves", "calls"])
-def test_steps_that_differ_in_their_middle_are_different(name):
+def test_steps_that_differ_in_one_event_are_different(name):
     graph = recorded(what_if)
     items = [*getattr(graph, name)]
     middle = len(items) // 2

@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import sys
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -154,6 +155,25 @@ def test_a_resumed_file_prints_and_saves_what_an_uninterrupted_one_does(decision
     assert_same_bits(tmp_path / "then", tmp_path / "whole")
     means = [value for name, value in content(tmp_path / "whole").items() if name.endswith(("exp_avg", "state1"))]
     assert 0 < torch.nn.utils.get_total_norm(means) < 1e-6  # a mean of clipped gradients
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1"])
+def test_the_process_group_is_freed_after_copies_of_the_model(way, tmp_path):
+    """Otherwise DistributedDataParallel frees it while it holds the GIL, for which a thread of gloo may wait."""
+
+    def watch(file) -> None:
+        rewrite = file.rewrite
+
+        def watched(*arguments):
+            model = rewrite(*arguments)
+            group = weakref.ref(torch.distributed.group.WORLD)
+            weakref.finalize(model.reducer, lambda: print(f"the group is alive: {group() is not None}"))
+            return model
+
+        file.rewrite = watched
+
+    printed = run_main(emitted_for_module(tmp_path, Shard(way=way, mesh=(2,))), 2, "--steps", 1, change=watch)
+    assert [text.splitlines()[-1] for text in printed] == ["the group is alive: True"] * 2
 
 
 def in_each_process(file) -> None:

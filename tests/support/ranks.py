@@ -35,7 +35,7 @@ def in_processes(count: int, run: Callable[[int], T]) -> list[T]:
 
     def of_rank(rank: int) -> T:
         # 10 seconds before the limit, each process that still runs prints the stacks of its threads. A process that
-        # `run` forks must end with `os._exit`: a normal exit would wait for the thread of this timer, which it lacks.
+        # `run` forks must end with `os._exit`: it has no thread of this timer, for which a normal exit would wait.
         faulthandler.dump_traceback_later(SECONDS - 10, file=sys.__stderr__)
         return run(rank)
 
