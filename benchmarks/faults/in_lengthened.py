@@ -258,20 +258,10 @@ FAULTS = (
         why="two steps count as equal if one has further events at its end",
     ),
     Fault(
-        name="large-certificates-stay-unpacked",
-        path="planner/choose/certificates.py",
-        old="            if graph is not None and graph.ticks > _MOST_TICKS:",
-        new="            if graph is None:",
-        tests=(
-            "tests/choose/test_certificates.py::test_large_certificates_are_packed_before_another_one_is_rehearsed[of]",
-        ),
-        why="all certificates of a very deep model stay unpacked in memory during the search",
-    ),
-    Fault(
         name="too-many-recordings-in-memory",
         path="planner/derive/graph_cache.py",
-        old="        while len(self._graphs) > 1 and sum(",
-        new="        while len(self._graphs) > 2 and sum(",
+        old="        while len(self._graphs) > 1 and ops > self._most_ops:",
+        new="        while len(self._graphs) > 2 and ops > self._most_ops:",
         tests=("tests/derive/test_graph_cache.py::test_the_last_recording_is_kept_whatever_its_size",),
         why="planning a very deep model takes more memory than it has to",
     ),

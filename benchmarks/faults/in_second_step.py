@@ -114,29 +114,13 @@ FAULTS = (
     ),
     Fault(
         name="recordings-sent-item-by-item",
-        path="planner/spawned/columns.py",
+        path="planner/recording/step_graph.py",
         old="Columns.of(value) if isinstance(value, list) and value else value",
         new="value",
         tests=(
             "tests/recording/test_pickled.py::test_reading_a_recording_takes_little_more_memory_than_the_recording",
         ),
         why="a process that reads a recording takes twice its memory, and does not give it back to the system",
-    ),
-    Fault(
-        name="unpacked-lists-are-lost",
-        path="planner/spawned/columns.py",
-        old="            return vars(self)[name]",
-        new="            return vars(self).pop(name)",
-        tests=("tests/recording/test_pickled.py::test_a_packed_recording_is_unpacked_when_it_is_read[plain]",),
-        why="a list of a packed recording can be read only once",
-    ),
-    Fault(
-        name="copies-share-their-packed-lists",
-        path="planner/spawned/columns.py",
-        old="            vars(self)[_PACKED] = {other: value for other, value in packed.items() if other != name}",
-        new="            del packed[name]",
-        tests=("tests/recording/test_pickled.py::test_a_packed_recording_can_be_sent_copied_and_changed",),
-        why="reading a copy of a packed recording deletes the lists of the original",
     ),
     Fault(
         name="recordings-sent-with-equal-shapes-twice",

@@ -5,7 +5,6 @@ While the search waits for a recording, another core can rehearse the step that 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 from planner.derive.graph_cache import GraphCache
@@ -15,10 +14,6 @@ from planner.virtual_gpu.forked_process import Running, end_all
 
 Start = Callable[[tuple[Decision, ...]], Running]
 """Starts a child process that rewrites the training step by these decisions and rehearses it twice in a row."""
-
-_MOST_TICKS = 200_000
-"""Certificates with more ticks are packed before the next rehearsal. Packing and unpacking a certificate of this size
-takes about a second in total. An op has about two ticks."""
 
 
 class Certificates:
@@ -47,15 +42,12 @@ class Certificates:
         """Rehearsals that were started by `begin_in_background`."""
         self._ahead: tuple[tuple[Decision, ...], Running] | None = None
         """Decisions and process of the rehearsal that was started by `foresee`; None if there is none."""
-        self._made: list[weakref.ref[StepGraph]] = []
-        """All certificates. Others may keep a certificate, such as that of the best plan, that has left the cache."""
 
     def of(self, decisions: tuple[Decision, ...]) -> StepGraph:
         """Returns the certificate of `decisions`, from the cache or by a rehearsal."""
         graph = self._cached.get(decisions)
         if graph is None:
             graph = self._cached.add(decisions, self._finish(self._child(decisions).result()))
-            self._made.append(weakref.ref(graph))
         return graph
 
     def begin(self, decisions: tuple[Decision, ...]) -> None:
@@ -64,7 +56,6 @@ class Certificates:
         A rehearsal that `foresee` has started for other decisions ends.
         """
         if not self._is_known(decisions):
-            self._pack()
             foreseen = self._foreseen(decisions)
             self.forget()
             self._begun[decisions] = foreseen or self._start(decisions)
@@ -76,7 +67,6 @@ class Certificates:
         rehearsal was begun before, or if the certificate is known.
         """
         if not self._is_known(decisions):
-            self._pack()
             self._in_background[decisions] = self._foreseen(decisions) or self._start_in_background(decisions)
 
     def is_ready(self, decisions: tuple[Decision, ...]) -> bool:
@@ -93,7 +83,6 @@ class Certificates:
         if self._is_known(decisions) or is_ahead or not all(child.is_ready for child in self._begun.values()):
             return
         self.forget()
-        self._pack()
         self._ahead = decisions, self._start(decisions)
 
     def forget(self, decisions: tuple[Decision, ...] | None = None) -> None:
@@ -116,16 +105,6 @@ class Certificates:
         """True if the certificate is cached, or its rehearsal was begun and is not ended by `forget`."""
         return decisions in self._cached or decisions in self._begun or decisions in self._in_background
 
-    def _pack(self) -> None:
-        """Pack the large certificates. They are unpacked when they are read again.
-
-        This is done before a rehearsal is started or waited for, because a forked process starts with the memory of
-        this process.
-        """
-        for graph in (made() for made in self._made):
-            if graph is not None and graph.ticks > _MOST_TICKS:
-                graph.pack()
-
     def _end_begun(self) -> None:
         self.forget()
         end_all(self._begun.values())
@@ -136,7 +115,6 @@ class Certificates:
 
         Rehearsals in the background go on.
         """
-        self._pack()
         for children in (self._begun, self._in_background):
             if decisions in children:
                 return children.pop(decisions)

@@ -23,8 +23,6 @@ class GraphCache(Generic[Key]):
         self._most_ops = most_ops
         self._graphs: dict[Key, StepGraph] = {}
         """From the least to the most recently used."""
-        self._op_counts: dict[Key, int] = {}
-        """Number of ops of each recording. To count them again would unpack a packed recording."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._graphs
@@ -39,10 +37,10 @@ class GraphCache(Generic[Key]):
     def add(self, key: Key, graph: StepGraph) -> StepGraph:
         """Keep a recording, and drop the least recently used ones if there are too many ops. Returns the recording."""
         self._graphs.pop(key, None)
-        self._graphs[key], self._op_counts[key] = graph, len(graph.ops)
-        while len(self._graphs) > 1 and sum(self._op_counts.values()) > self._most_ops:
-            oldest = next(iter(self._graphs))
-            del self._graphs[oldest], self._op_counts[oldest]
+        self._graphs[key] = graph
+        ops = sum(len(kept.ops) for kept in self._graphs.values())
+        while len(self._graphs) > 1 and ops > self._most_ops:
+            ops -= len(self._graphs.pop(next(iter(self._graphs))).ops)
         return graph
 
 

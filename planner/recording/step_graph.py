@@ -11,11 +11,12 @@ import bisect
 import dataclasses
 import enum
 import itertools
+from typing import Any
 
 import numpy as np
 
 from planner.plan_types.categories import Category
-from planner.spawned.columns import Packable
+from planner.spawned.columns import Columns
 from planner.workspaces.registry import KernelCall, Trials
 
 
@@ -201,7 +202,7 @@ TWO_STEPS = Schedule()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepGraph(Packable):
+class StepGraph:
     """One or more recorded training steps."""
 
     ops: list[Op]
@@ -253,6 +254,14 @@ class StepGraph(Packable):
     def before_update_end(self) -> int:
         """The tick at which the part before the update ends: the end of the recording if `update_tick` is None."""
         return self.ticks if self.update_tick is None else self.update_tick
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).items()
+        return {name: Columns.of(value) if isinstance(value, list) and value else value for name, value in state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            vars(self)[name] = value.items() if isinstance(value, Columns) else value
 
     def enclosing(self, call: int | None) -> list[int]:
         """Returns the indices of a call and of the calls in which it is nested, innermost first; empty for None."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
+import types
 
 import pytest
 
@@ -14,22 +13,9 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, Role, without_roles
 from planner.plan_types.decisions import Decision, Precision
 from planner.plan_types.recompute_decisions import Checkpoint
-from tests.support.workloads import CARD, example, plain, transformer
+from tests.support.workloads import CARD, example, transformer
 
 BF16, FP16 = (Precision(dtype="bf16"),), (Precision(dtype="fp16"),)
-
-
-@dataclasses.dataclass
-class Recorded:
-    """Stands for a recording."""
-
-    decisions: tuple[Decision, ...]
-    ops: range
-    ticks: int
-    is_packed: bool = False
-
-    def pack(self) -> None:
-        self.is_packed = True
 
 
 class Rehearsing:
@@ -43,7 +29,7 @@ class Rehearsing:
         assert not self.ended
         if any(isinstance(decision, Checkpoint) for decision in self.decisions):
             raise RehearsalError("cannot be rehearsed")
-        return Recorded(self.decisions, range(self.ops), 2 * self.ops)
+        return types.SimpleNamespace(decisions=self.decisions, ops=range(self.ops))
 
     def end(self) -> None:
         self.ended = True
@@ -239,32 +225,3 @@ def test_a_rehearsal_in_the_background_is_started_by_its_own_function(begun):
     made = Certificates(None, lambda graph: graph, start_in_background=lambda decisions: Rehearsing(decisions, 1))
     made.begin_in_background(BF16)
     assert made.of(BF16).decisions == BF16
-
-
-@pytest.mark.parametrize("wait", [Certificates.of, Certificates.begin, Certificates.foresee])
-def test_large_certificates_are_packed_before_another_one_is_rehearsed(begun, monkeypatch, wait):
-    recorded = {decisions: plain(example("roberta_12", 2, 32), decisions) for decisions in ((), BF16)}
-    expected = pickle.dumps(recorded[()])
-
-    class Child(Rehearsing):
-        def result(self):
-            return recorded.pop(self.decisions)
-
-    def start(decisions):
-        packed.append(bool(made_first) and not {"ops", "storages", "calls"} & {*vars(made_first[0])})
-        return Child(decisions, 0)
-
-    monkeypatch.setattr("planner.choose.certificates._MOST_TICKS", 100)
-    packed, made_first = [], []
-    made = Certificates(start, lambda graph: graph)
-    made_first.append(made.of(()))
-    assert made_first[0].ops and made.of(()) is made_first[0]
-    wait(made, BF16)
-    assert packed == [False, True]
-    assert made_first[0] == pickle.loads(expected)
-
-
-def test_small_certificates_are_not_packed(begun):
-    made = certificates(begun, ops=10_000)
-    first, _ = made.of(()), made.of(BF16)
-    assert not first.is_packed

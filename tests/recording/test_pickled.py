@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import pickle
 import tracemalloc
@@ -47,48 +46,6 @@ def test_a_recording_without_items_is_pickled():
     graph = plain(example("roberta_12", 2, 32), ())
     empty = dataclasses.replace(graph, ops=[], storages=[], saves=[], calls=[])
     assert pickle.loads(pickle.dumps(empty)) == empty
-
-
-@pytest.mark.parametrize("record", [plain, what_if])
-def test_a_packed_recording_is_unpacked_when_it_is_read(record):
-    graph = record(example("unet.py:build", 2), ())
-    again = pickle.loads(pickle.dumps(graph))
-    again.pack()
-    assert not any(isinstance(value, list) and value for value in vars(again).values())
-    assert again.calls == graph.calls and again.calls is again.calls
-    again.pack()
-    again.pack()
-    assert again == graph
-    again.ops[0].tick += 1
-    again.pack()
-    assert again.ops[0].tick == graph.ops[0].tick + 1
-
-
-def test_a_packed_recording_can_be_sent_copied_and_changed():
-    graph = what_if(example("roberta_12", 2, 32), ())
-    packed = pickle.loads(pickle.dumps(graph))
-    packed.pack()
-    assert pickle.loads(pickle.dumps(packed)) == graph
-    packed.pack()
-    assert copy.copy(packed) == graph
-    packed.pack()
-    assert dataclasses.replace(packed, saves=[]) == dataclasses.replace(graph, saves=[])
-    with pytest.raises(AttributeError, match="'StepGraph' object has no attribute 'opps'"):
-        _ = packed.opps
-    assert not hasattr(packed, "opps")
-
-
-def test_a_packed_recording_takes_a_third_of_the_memory_or_less():
-    graph = pickle.loads(pickle.dumps(plain(example("roberta_12", 2, 32), ())))
-    tracemalloc.start()
-    try:
-        unpacked = pickle.loads(pickle.dumps(graph))
-        held, _ = tracemalloc.get_traced_memory()
-        unpacked.pack()
-        packed, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert packed < held / 3
 
 
 def test_reading_a_recording_takes_little_more_memory_than_the_recording():
