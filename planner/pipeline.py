@@ -24,7 +24,7 @@ from planner.choose import fitting
 from planner.choose.certificates import Certificates
 from planner.choose.choice import Certified
 from planner.choose.head_start import Fallback, rehearse_baseline
-from planner.choose.pareto_front import front
+from planner.choose.pareto_front import front, refuse_forced_freezing
 from planner.choose.planning_session import PlanningSession
 from planner.choose.relaxations import relaxations, shortfall_of
 from planner.errors import TimeLimitError
@@ -154,6 +154,7 @@ def tradeoff_workload(
         TimeLimitError: the time was up before any plan was certified.
     """
     began = time.perf_counter()
+    refuse_forced_freezing(constraints)
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
     with open_session(workload, card, None, watch) as session:
         session.expect(constraints)

@@ -955,6 +955,22 @@ FAULTS = (
         why="each configuration records two steps that cannot run",
     ),
     Fault(
+        name="recordings-of-sizes-that-are-known-to-fail-are-started-ahead",
+        path="planner/choose/recordings.py",
+        old="        if not self._sizes.are_refused(sizes):",
+        new="        if True:",
+        tests=("tests/space/test_refused_sizes.py::test_a_recording_starts_none_of_a_size_that_is_known_to_fail",),
+        why="each configuration records two steps that cannot run",
+    ),
+    Fault(
+        name="forced-freezing-is-refused-after-the-baseline",
+        path="planner/pipeline.py",
+        old="    refuse_forced_freezing(constraints)\n    budget = None",
+        new="    budget = None",
+        tests=("tests/choose/test_pareto_front.py::test_freezing_cannot_be_forced_and_this_is_said_before_a_rehearsal",),
+        why="a trade-off that cannot be computed costs a rehearsal of the baseline",
+    ),
+    Fault(
         name="sizes-refused-because-of-another-reason",
         path="planner/space/refused_sizes.py",
         old="            if not others and config in self._ran_whole:",

@@ -57,6 +57,15 @@ class Front:
     """False if time ran out: faster plans of the same size, and smaller plans, may exist."""
 
 
+def refuse_forced_freezing(constraints: Constraints) -> None:
+    """Raise `DecisionError` if freezing is forced. `front` searches frozen prefixes at the user's budget only."""
+    if constraints.force(Role.FREEZING):
+        raise DecisionError(
+            "the trade-off of memory against time cannot be computed with freeze forced, because each frozen prefix of "
+            "the model has a trade-off of its own: do not force freeze"
+        )
+
+
 def front(
     session: PlanningSession,
     constraints: Constraints,
@@ -78,14 +87,8 @@ def front(
             all plans; 0 reserves no time.
 
     Raises:
-        DecisionError: freezing is forced. Frozen prefixes are searched at the user's budget only, as a last resort.
         TimeIsUp: the time was up before any plan was certified.
     """
-    if constraints.force(Role.FREEZING):
-        raise DecisionError(
-            "the trade-off of memory against time cannot be computed with freeze forced, because each frozen prefix of "
-            "the model has a trade-off of its own: do not force freeze"
-        )
     points: list[Certified] = []
 
     def search() -> bool:

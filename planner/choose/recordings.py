@@ -105,12 +105,11 @@ class Recordings:
         splits = tuple(splits)
         if any(split.micro_batches == 1 for split in splits):
             self._prefetch((config, (max(s.size for s in splits if s.micro_batches == 1),)), updates_only)
-        if any(split.micro_batches > 1 and split.size >= BASE_SIZES[0] for split in splits):
-            for size, parts in itertools.product(BASE_SIZES, self._parts_of(splits)):
+        is_predicted = any(split.micro_batches > 1 and split.size >= BASE_SIZES[0] for split in splits)
+        sizes = BASE_SIZES if is_predicted else (1,)
+        if not self._sizes.are_refused(sizes):
+            for size, parts in itertools.product(sizes, self._parts_of(splits)):
                 self._prefetch(_accumulated(config, (size,) * parts), updates_only)
-        elif any(split.micro_batches > 1 for split in splits):
-            for parts in self._parts_of(splits):
-                self._prefetch(_accumulated(config, (1,) * parts), updates_only)
 
     def _parts_of(self, splits: Iterable[MicroBatching]) -> list[int]:
         """Returns the numbers of micro-batches in the recordings of these splits, without that of the whole batch."""

@@ -28,7 +28,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             shape, dtype = shape_and_dtype(tensor)
-            digest.update(f"{kind} {name} {shape} {dtype}\n".encode())
+            digest.update(f"{kind} {name} {shape} {dtype}\n".encode(errors="surrogatepass"))
     return digest.hexdigest()
 
 

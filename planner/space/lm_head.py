@@ -75,16 +75,19 @@ def loss_in_chunks(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int)
         graph: the recording of the baseline.
         vram_bytes: the budget; the smaller it is, the more chunks there are.
     """
-    for op in graph.ops:
+    for index, op in enumerate(graph.ops):
         if op.name == _LOG_SOFTMAX and op.phase is Phase.FORWARD and op.step == 0 and op.inputs and op.shapes:
             rows, vocabulary = op.shapes[0][0], op.shapes[0][-1]
             logits_bytes = rows * vocabulary * _FP32_BYTES
             if len(op.shapes[0]) != 2 or logits_bytes < _SMALLEST_LOGITS_BYTES or not _is_plain(graph, op):
                 continue
-            producers = _producers(graph, op)
-            if producers is None or not _is_linear(model, producers[-1]) or not _read_only_by(graph, producers, op):
+            producers = _producers(graph, index)
+            if producers is None or not _read_only_by(graph, producers, index):
                 continue
-            head = producers[-1].module
+            producer = graph.ops[producers[-1]]
+            if not _is_linear(model, producer):
+                continue
+            head = producer.module
             if has_backward_hooks(model.get_submodule(head)):
                 continue
             if sum(call.module == head for call in graph.calls) != graph.steps:
@@ -103,29 +106,29 @@ def _is_plain(graph: StepGraph, log_softmax: Op) -> bool:
     return [op.name for op in readers] == [_NLL] and len(readers[0].inputs) == 2 and readers[0].shapes[0] == ()
 
 
-def _producers(graph: StepGraph, op: Op) -> list[Op] | None:
+def _producers(graph: StepGraph, index: int) -> list[int] | None:
     """Returns the ops from which an op gets its input: copies and casts, the latest first, then the op before them.
 
-    The last item is the op that computed the values. None if the values are an input of the step.
+    Ops are indices into `graph.ops`. The last one computed the values. None if the values are an input of the step.
     """
-    producers: list[Op] = []
+    producers: list[int] = []
     while True:
+        op = graph.ops[index]
         maker = graph.storages[op.inputs[0]].op if op.inputs else None
-        if maker is None or graph.ops[maker] is op:
+        if maker is None or maker == index:
             return None
-        op = graph.ops[maker]
-        producers.append(op)
-        if op.name not in _COPIES:
+        index = maker
+        producers.append(index)
+        if graph.ops[index].name not in _COPIES:
             return producers
 
 
-def _read_only_by(graph: StepGraph, producers: list[Op], loss: Op) -> bool:
+def _read_only_by(graph: StepGraph, producers: list[int], loss: int) -> bool:
     """True if only `producers` and `loss` read or write the outputs of `producers` in the forward."""
-    logits = {output for op in producers for output in op.outputs}
-    expected = [id(op) for op in (*producers, loss)]
+    logits = {output for index in producers for output in graph.ops[index].outputs}
     return not any(
-        logits.intersection((*op.inputs, *op.outputs)) and not op.is_view and id(op) not in expected
-        for op in graph.ops
+        logits.intersection((*op.inputs, *op.outputs)) and not op.is_view and index not in (*producers, loss)
+        for index, op in enumerate(graph.ops)
         if op.phase is Phase.FORWARD and op.step == 0 and op.name != _UNSAFE_VIEW
     )
 

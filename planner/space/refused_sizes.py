@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from planner.errors import WorkloadError
 from planner.plan_types.decision_base import Decision
@@ -29,6 +29,10 @@ class RefusedSizes:
         for sizes in splits:
             if sizes[0] in self._errors:
                 raise self._errors[sizes[0]]
+
+    def are_refused(self, sizes: Iterable[int]) -> bool:
+        """True if one of these sizes is known to fail."""
+        return any(size in self._errors for size in sizes)
 
     @contextlib.contextmanager
     def named(self, config: tuple[Decision, ...], sizes: tuple[int, ...]) -> Iterator[None]:

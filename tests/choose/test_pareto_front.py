@@ -21,6 +21,7 @@ from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB
 from planner.progress import TimeIsUp
 from planner.rewrite import certify
+from planner.virtual_gpu.forked_process import Child
 from planner.workload import cards
 
 pytestmark = pytest.mark.slow
@@ -177,7 +178,8 @@ def test_a_real_allocator_is_counted_and_a_named_card_marks_what_it_has():
     assert totals == sorted(set(totals), reverse=True)
 
 
-def test_freezing_cannot_be_forced():
+def test_freezing_cannot_be_forced_and_this_is_said_before_a_rehearsal(monkeypatch):
+    monkeypatch.setattr(Child, "__init__", lambda *_, **__: pytest.fail("a rehearsal is started"))
     with pytest.raises(DecisionError, match="do not force freeze"):
         traded(fidelity="partial", force="freeze")
 

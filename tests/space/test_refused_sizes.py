@@ -69,6 +69,7 @@ def test_a_recording_starts_none_of_a_size_that_is_known_to_fail(samples):
     try:
         for config in (CONFIG, OTHER):
             recordings.of(config, MicroBatching(micro_batches=1, size=16))
+            recordings.prefetch(config, [MicroBatching(micro_batches=4, size=4)])
             recordings.of(config, MicroBatching(micro_batches=4, size=4))
     finally:
         recordings.close()

@@ -489,6 +489,19 @@ def test_quotes_and_backslashes_in_notes_do_not_end_the_header():
     compile(source(plan), "emitted", "exec")
 
 
+def test_a_module_name_that_is_not_utf8_is_saved_and_emitted(tmp_path):
+    """Half of a surrogate pair stands for a byte of a file name that is not UTF-8."""
+    model, batch, name = Perceptron(), vectors(8), "layer\udc80"
+    model.add_module(name, torch.nn.Linear(3, 3))
+    model.register_forward_hook(lambda module, inputs, output: module.get_submodule(name)(output))
+    plan = plan_for(model, batch, Checkpoint(modules=(name,)), loss_fn=cross_entropy)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    emit(plan, tmp_path / "step.py")
+    emitted = imported(tmp_path / "step.py")
+    assert_same_training(plan, emitted, model, copy.deepcopy(model), [batch], loss_fn=cross_entropy)
+
+
 def test_a_step_that_fails_leaves_no_gradients_to_the_next(tmp_path):
     calls = itertools.count()
 
