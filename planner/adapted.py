@@ -15,7 +15,7 @@ from planner.plan_types.plan import NextStep, Plan, Relaxation, Shortfall
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
 from planner.progress import TimeIsUp, Watch
-from planner.questions import plan_that_fits
+from planner.questions.known_plans import plan_that_fits
 from planner.workload.adapters import adapted_workload, why_not_adapted
 from planner.workload.workload import Workload
 

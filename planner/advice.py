@@ -18,7 +18,7 @@ from planner.plan_types.decision_base import Fidelity, fidelity_of, micro_batche
 from planner.plan_types.plan import NextStep, Plan, Relaxation
 from planner.profiles.device import DeviceProfile
 from planner.progress import TimeIsUp, Watch
-from planner.questions import plan_that_fits
+from planner.questions.known_plans import plan_that_fits
 from planner.workload.adapters import adapted_workload
 from planner.workload.budget import Budget
 from planner.workload.workload import Workload

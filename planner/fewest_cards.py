@@ -24,7 +24,7 @@ from planner.plan_types.sizes import format_size
 from planner.plan_types.words import counted
 from planner.profiles.device import DeviceProfile
 from planner.progress import TimeIsUp, Watch
-from planner.questions import plan_that_fits
+from planner.questions.known_plans import plan_that_fits
 from planner.sharded import comparison, plan_sharded, sharded_plan_that_fits, smallest_sharded_plan, smallest_way
 from planner.space.sharding import Cards, asks_for_divided_parameters
 from planner.workload.adapters import adapted_workload, why_not_adapted

@@ -18,7 +18,7 @@ from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.words import ProgramName
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.questions import plan_that_fits
+from planner.questions.known_plans import plan_that_fits
 from planner.workload.loading import FORMS
 from planner.workload.programs import PROGRAMS
 from planner.workload.programs.program import Terms, Wish

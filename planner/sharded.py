@@ -25,7 +25,7 @@ from planner.plan_types.words import counted
 from planner.profiles.device import DeviceProfile
 from planner.profiles.links import known, with_links
 from planner.progress import Watch
-from planner.questions import plan_that_fits
+from planner.questions.known_plans import plan_that_fits
 from planner.space.sharding import Cards, shardings
 from planner.workload.budget import Budget
 from planner.workload.model_loss import balances_experts

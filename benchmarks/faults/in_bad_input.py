@@ -307,7 +307,7 @@ FAULTS = (
     ),
     Fault(
         name="bad-input-batch-size-of-the-largest-batch",
-        path="planner/questions.py",
+        path="planner/questions/batch_needs.py",
         old="        with _naming(samples):\n            total_bytes, choice = ",
         new="        if samples:\n            total_bytes, choice = ",
         tests=("tests/cli/test_questions.py::test_a_model_that_refuses_a_batch_size_is_refused_with_this_size",),

@@ -254,11 +254,29 @@ FAULTS = (
     ),
     Fault(
         name="largest-batch-accumulates",
-        path="planner/questions.py",
+        path="planner/questions/largest_batch.py",
         old="        if constraints.allow(kind):\n            constraints =",
         new="        if constraints.force(kind):\n            constraints =",
         tests=("tests/cli/test_questions.py::test_the_largest_batch_fits_and_one_sample_more_does_not",),
         why="the largest batch is one that accumulation splits",
+    ),
+    Fault(
+        name="largest-batch-has-no-plan-if-the-time-is-up",
+        path="planner/questions/batch_needs.py",
+        old="with contextlib.suppress(TimeLimitError), self._watch.after_end():",
+        new="with contextlib.suppress(TimeLimitError):",
+        tests=(
+            "tests/cli/test_questions.py::test_if_the_time_is_up_the_largest_batch_that_is_known_to_fit_is_certified",
+        ),
+        why="Ctrl-C ends the search for the largest batch without a plan, although one is known to fit",
+    ),
+    Fault(
+        name="largest-batch-leaves-no-time-to-certify",
+        path="planner/questions/batch_needs.py",
+        old="* self._rehearsal_seconds if is_needed else 0.0",
+        new="* 0.0 if is_needed else 0.0",
+        tests=("tests/cli/test_questions.py::test_time_is_left_to_certify_the_largest_batch_until_it_has_a_plan",),
+        why="at the time limit, no time is left to certify a plan for the largest batch",
     ),
     Fault(
         name="largest-batch-in-steps-of-one-sample",
@@ -270,7 +288,7 @@ FAULTS = (
     ),
     Fault(
         name="largest-batch-forgets-plans",
-        path="planner/questions.py",
+        path="planner/questions/largest_batch.py",
         old="first=(_FIRST_SAMPLES, *needs.sizes_that_fit()),",
         new="first=(_FIRST_SAMPLES,),",
         tests=(
@@ -288,7 +306,7 @@ FAULTS = (
     ),
     Fault(
         name="smallest-card-largest-first",
-        path="planner/questions.py",
+        path="planner/questions/smallest_card.py",
         old="key=lambda card: (card.vram_bytes, card.name))",
         new="key=lambda card: card.name)",
         tests=("tests/cli/test_questions.py::test_the_smallest_card_is_one_of_the_known_cards_with_the_least_memory",),

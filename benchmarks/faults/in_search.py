@@ -560,7 +560,7 @@ FAULTS = (
     ),
     Fault(
         name="largest-batch-forgets-what-fits",
-        path="planner/questions.py",
+        path="planner/questions/known_plans.py",
         old="        if certified is None and known is not None:\n",
         new="        if certified is None and known is None:\n",
         tests=("tests/choose/test_fitting.py::test_a_plan_with_known_decisions_is_returned_if_the_search_finds_none",),
@@ -967,7 +967,9 @@ FAULTS = (
         path="planner/pipeline.py",
         old="    refuse_forced_freezing(constraints)\n    budget = None",
         new="    budget = None",
-        tests=("tests/choose/test_pareto_front.py::test_freezing_cannot_be_forced_and_this_is_said_before_a_rehearsal",),
+        tests=(
+            "tests/choose/test_pareto_front.py::test_freezing_cannot_be_forced_and_this_is_said_before_a_rehearsal",
+        ),
         why="a trade-off that cannot be computed costs a rehearsal of the baseline",
     ),
     Fault(

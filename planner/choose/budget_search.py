@@ -131,7 +131,8 @@ def search(
             may_certify=lambda: certified < attempts,
         )
         best = found or best
-    # A prediction may be wrong. If no plan has fit, or a much slower one, the nearest plan is certified after all.
+    # A prediction may be wrong. If no plan has fit, or only a much slower one, the plan that is predicted to lack the
+    # fewest bytes is certified after all.
     near = [
         (missing_bytes, plan)
         for missing_bytes, plan in predicted

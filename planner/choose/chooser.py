@@ -176,7 +176,7 @@ class Chooser:
         return budget_bytes <= self._hopeless_bytes
 
     def _may_fit(self, budget_bytes: int) -> Iterator[bool]:
-        """Yields for each configuration with recompute False if its most micro-batches prove that it cannot fit."""
+        """Yields for each configuration that may recompute whether it may fit with the most micro-batches."""
         configs = list(self.configurations.that_may_recompute())
         self._prefetcher.smallest(
             (self._simpler(config), self.configurations.splits(config)[-1:]) for config in configs

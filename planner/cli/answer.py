@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from planner import pipeline, questions
+from planner import pipeline
 from planner.advice import advised, refuse_hopeless
 from planner.cli.option_checks import CARDS_LOOPS, names, option
 from planner.cli.training_lines import LOOPS
@@ -27,6 +27,8 @@ from planner.plan_types.plan import Plan, TrainingProgram, names_code
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.questions.largest_batch import largest_batch
+from planner.questions.smallest_card import smallest_card
 from planner.recompute.units import CHECKPOINT
 from planner.replan import replan
 from planner.rewrite.trainer.on_cards import LIBRARY
@@ -98,7 +100,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         conf = with_allocator_options(resolve_card("generic", None), options.alloc_conf)[0].alloc_conf
         workload = load(batch_size=options.batch_size, seq_len=options.seq_len)
         settings = {"alloc_conf": conf, "cudnn_benchmark": options.cudnn_benchmark or None}
-        return questions.smallest_card(workload, constraints, watch, settings=settings)
+        return smallest_card(workload, constraints, watch, settings=settings)
     card, vram_bytes = _card_and_budget(options)
     load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card, watch))
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
@@ -121,7 +123,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         return plan_on_cards(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     if options.largest_batch:
         assert vram_bytes is not None, "checked with the options"
-        return questions.largest_batch(
+        return largest_batch(
             lambda batch_size: load_hopeful(batch_size=batch_size, seq_len=options.seq_len),
             card,
             vram_bytes=vram_bytes,

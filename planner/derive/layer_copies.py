@@ -1,8 +1,9 @@
-"""Makes the items of a recording of more layers from those of a shorter one.
+"""Makes the items of a recording of all layers from those of a recording of a few layers.
 
-An item (op, storage, save or call) of the layer that is copied becomes several items: one for this layer, and one for
-each layer that was left out. Their ticks, and the indices of what they refer to, are computed for all copies at once.
-Every other item becomes one item, with new ticks and indices.
+The *shorter* recording is of a model with a few layers of a run of identical layers; the *longer* one is of the model
+with all of them. An item (op, storage, save or call) of the layer that is copied has several copies in the longer
+recording: one for this layer, and one for each layer that was left out. Every other item has one copy. The ticks of the
+copies, and the indices of what they refer to, are computed for all copies at once.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class LayerCopies:
             `arrange`.
 
     Raises:
-        NotAlikeError: the longer recording cannot be derived, for example because an op of the forward or the
-            backward uses tensors of all layers, or
-            because an item refers to a layer that is more than `FARTHEST` layers away. Each method may raise it, too.
+        NotAlikeError: the longer recording cannot be derived, for example because an op before the update uses tensors
+            of all layers, or an item refers to one that is more than `FARTHEST` layers away. Each method may raise it,
+            too.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class LayerCopies:
         return self._calls.in_order(map(self._call, self._graph.calls, self._calls.owners))
 
     def names(self, path: str) -> list[str]:
-        """Returns the paths in the longer model of the module or parameter at `path` and of its copies."""
+        """Returns the paths in the longer model of the copies of the module or parameter at `path`."""
         found = self._run.position(path)
         if found is None:
             return [path]
@@ -77,8 +78,8 @@ class LayerCopies:
     def _lives(self, storage: Storage, owner: int | None) -> list[list[tuple[int, int]]]:
         """Returns the lives of each copy of a storage.
 
-        A storage that belongs to no layer has no copies. But if one of its lives begins in the window of a layer, the
-        storage gets this life once for each copy of that layer.
+        A storage that belongs to no layer has one copy. If one of its lives begins in the window of a layer, this copy
+        gets the life once for each copy of that layer.
         """
         if owner is not None:
             lives = [self._moved_life(life, owner) for life in storage.lives]

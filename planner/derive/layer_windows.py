@@ -92,12 +92,12 @@ class Ticks:
     def moved(self, tick: int) -> int:
         """Returns a tick, moved by the windows that are inserted before it.
 
-        This is the tick in the longer recording of an event that has no copies.
+        This is the tick in the longer recording of an event that has one copy.
         """
         return tick + sum(length for point, length in self._insertions if point <= tick)
 
     def moved_all(self, tick: int, owner: int | None) -> list[int]:
-        """Returns the ticks in the longer recording of an event and of its copies, in the order of `layers`.
+        """Returns the ticks in the longer recording of the copies of an event, in the order of `layers`.
 
         Args:
             owner: position in the shorter recording of the layer that the event belongs to; None if it has none.
@@ -114,9 +114,9 @@ class Ticks:
         return [start + into for start in self._moved_starts(window.passed, owner, distance)]
 
     def layers(self, owner: int | None) -> range:
-        """Returns the positions in the longer recording of a layer of the shorter one, and of its copies.
+        """Returns the positions in the longer recording of the copies of a layer of the shorter one.
 
-        If `owner` is None, the range has length one, because an item that belongs to no layer has no copies. Its value
+        If `owner` is None, the range has length one, because an item that belongs to no layer has one copy. Its value
         has no meaning.
         """
         layer = 0 if owner is None else self.new_layer(owner)

@@ -1,4 +1,7 @@
-"""The items of a recording by the layers that own them, and their numbers in a recording of more layers."""
+"""Groups the items of a recording by the layers that own them, and computes their indices in the longer recording.
+
+For the words "longer" and "copy" see `layer_copies`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Owned:
         self.of_layer: dict[int, list[int]] = collections.defaultdict(list)
         """For each layer, the indices of its items."""
         self.slots: list[int] = []
-        """The number of each item among those of its layer."""
+        """Position of each item among the items of its layer."""
         for index, owner in enumerate(owners):
             self.slots.append(0 if owner is None else len(self.of_layer[owner]))
             if owner is not None:
@@ -91,7 +94,10 @@ class Owned:
         return found
 
     def _new_at_distance(self, owner: int, index: int, distance: int) -> list[int]:
-        """Returns, for each copy of the layer `owner`, the new index of the matching item at this distance."""
+        """Returns, for each copy of the layer `owner`, the index in the longer recording of an item at this distance.
+
+        It is the item that has the same position in its layer as `index`. The distance is a number of layers.
+        """
         if abs(distance) > FARTHEST:
             raise NotAlikeError
         slot = self.slots[index]

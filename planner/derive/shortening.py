@@ -53,8 +53,8 @@ def _options(optimizers: Optimizers) -> dict[int, object]:
 def _kind(value: object) -> object:
     """Returns the part of an option's value that may decide which ops an update runs.
 
-    Of a number, only whether it is 0 matters; of a tensor, only that it is a tensor. Other objects, such as arrays, are
-    alike only if they are the same object.
+    Two numbers are alike if both or neither are 0. All tensors are alike. Other objects, such as arrays, are alike only
+    if they are the same object.
     """
     if isinstance(value, (list, tuple)):
         return [_kind(item) for item in value]

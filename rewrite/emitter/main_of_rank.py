@@ -80,8 +80,9 @@ def _seed(part: str) -> list[str]:
 _LEAVE_GROUP = ["    torch.distributed.destroy_process_group()"]
 # If DistributedDataParallel has the last reference to the process group, it frees the group while it holds Python's
 # GIL, and joins the threads of gloo. A thread that frees the tensors of the last collective needs the GIL, and both
-# wait forever. A barrier before it makes this rarer, but not impossible. Python frees its references without the GIL.
-# Local variables are freed in the order in which they were first assigned, so that `group` is freed after `model`.
+# wait forever. A barrier before the group is destroyed would not exclude this. Python releases the GIL when it frees
+# the last reference, so `group` keeps the process group until `model` is freed: local variables are freed in the order
+# in which they were first assigned.
 _LEAVE_GROUP_OF_COPIES = [
     "    group = torch.distributed.group.WORLD  # kept until `model` is freed, because gloo may hang otherwise",
     "    torch.distributed.destroy_process_group(group)",

@@ -25,7 +25,7 @@ from planner.plan_types.decisions import (
     StepInBackward,
     micro_batches_of,
 )
-from planner.questions import plan_that_fits
+from planner.questions.known_plans import plan_that_fits
 from planner.space.lm_head import ChunkedLossOption
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.space.micro_batches import MicroBatching

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,13 +13,18 @@ import torch
 import planner
 from planner import profiles
 from planner.cli import main
-from planner.errors import DecisionError
+from planner.errors import DecisionError, TimeLimitError
+from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.techniques import KINDS
-from planner.questions import _largest_batch
+from planner.progress import Watch
+from planner.questions.batch_needs import BatchNeeds
+from planner.questions.largest_batch import _largest_batch, largest_batch
 from planner.search.largest_within import largest_within
 from planner.workload import cards
 from planner.workload.loading import load_workload
+from planner.workload.workload import Workload, workload
+from tests.support.workloads import BARE
 
 pytestmark = pytest.mark.slow
 
@@ -185,7 +191,7 @@ class PlansFitAbove:
     A batch with a plan needs 6700 bytes.
     """
 
-    least, usable_bytes = 1, 6705
+    usable_bytes = 6705
 
     def __init__(self) -> None:
         self.rehearsed: set[int] = set()
@@ -194,6 +200,10 @@ class PlansFitAbove:
     def total_bytes(self, samples: int) -> int:
         self.rehearsed.add(samples)
         return 6700 if samples in self.fitting else samples * (995 if self.fitting else 1000) // 100
+
+    def begin(self, samples: int) -> int:
+        self.total_bytes(samples)
+        return 1
 
     def plan(self, samples: int) -> str | None:
         if samples <= 700:
@@ -230,6 +240,56 @@ def test_a_single_number_that_needs_more_than_others_does_not_hide_them():
     needs = {1: 10, **dict.fromkeys(range(2, 90), 5), **dict.fromkeys(range(90, 100), 10)}
     low, high = largest_within(needs.__getitem__, limit_bytes=7, first=[64], most=99)
     assert (low, high) == (89, 90)
+
+
+def searched(function: str, interrupt: Callable[[BatchNeeds, Watch], object], watch: Watch, monkeypatch) -> Plan:
+    """Returns the plan for the largest batch. Before the first call of a method of `BatchNeeds`, calls `interrupt`."""
+    method, calls = getattr(BatchNeeds, function), itertools.count()
+
+    def interrupted(needs, samples):
+        if next(calls) == 0:
+            interrupt(needs, watch)
+        return method(needs, samples)
+
+    def build(samples: int) -> Workload:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+        return workload(model, torch.zeros(samples, 64), loss_fn=lambda output, batch: output.square().mean())
+
+    monkeypatch.setattr(BatchNeeds, function, interrupted)
+    constraints = parse_constraints(fidelity="exact", force=(), forbid=())
+    return largest_batch(build, BARE, vram_bytes=1 << 20, constraints=constraints, watch=watch)
+
+
+def test_if_the_time_is_up_the_largest_batch_that_is_known_to_fit_is_certified(monkeypatch):
+    fitting = []
+
+    def interrupt(needs: BatchNeeds, watch: Watch) -> None:
+        fitting.extend(needs.sizes_that_fit())
+        watch.end()
+
+    plan = searched("plan", interrupt, Watch(), monkeypatch)
+    assert plan.fits and plan.workload.batch_size == max(fitting) > 64
+    assert plan.notes[0].startswith("planning ended by Ctrl-C after ")
+    assert plan.notes[0].endswith(f" s: {max(fitting):,} samples fit, and a larger batch may fit, too")
+    assert plan.solver.status == "time limit" and plan.solver.promised_bytes == plan.solver.certified_bytes
+
+
+def test_if_the_time_is_up_before_a_batch_is_known_to_fit_there_is_no_plan(monkeypatch):
+    with pytest.raises(TimeLimitError, match=r"planning ended by Ctrl-C after .* before any plan was certified"):
+        searched("_search", lambda _, watch: watch.end(), Watch(), monkeypatch)
+
+
+def test_time_is_left_to_certify_the_largest_batch_until_it_has_a_plan(monkeypatch):
+    found = []
+
+    def interrupt(needs: BatchNeeds, watch: Watch) -> None:
+        needs._rehearsal_seconds = 100.0
+        found.append((needs, watch.left_seconds))
+
+    plan = searched("plan", interrupt, Watch(seconds=1000), monkeypatch)
+    ((needs, left_seconds),) = found
+    assert 0 < left_seconds < 1000 - 3 * 100
+    assert needs.seconds_to_certify == 0 and plan.notes[0].startswith("largest batch without accumulation: ")
 
 
 @pytest.mark.thorough
