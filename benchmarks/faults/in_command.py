@@ -263,8 +263,8 @@ FAULTS = (
     Fault(
         name="largest-batch-has-no-plan-if-the-time-is-up",
         path="planner/questions/batch_needs.py",
-        old="with contextlib.suppress(TimeLimitError), self._watch.after_end():",
-        new="with contextlib.suppress(TimeLimitError):",
+        old="with contextlib.suppress(TimeLimitError), self._watch.after_end(), ",
+        new="with contextlib.suppress(TimeLimitError), ",
         tests=(
             "tests/cli/test_questions.py::test_if_the_time_is_up_the_largest_batch_that_is_known_to_fit_is_certified",
         ),

@@ -77,6 +77,8 @@ class Watch:
         self._reserved: Callable[[], float] = lambda: 0.0
         """Returns the time in seconds to leave for what follows the present part (`leaving`)."""
         self._stage = "starting"
+        self._prefix: Callable[[], str] = lambda: ""
+        """Returns words that stand before the stage in progress records (`prefixed`); empty for none."""
         self._best: tuple[int, float] | None = None
         self._is_ended = self._goes_on = False
         self._work: Callable[[], object] | None = None
@@ -165,6 +167,19 @@ class Watch:
             self._stage = name
             self._send()
 
+    @contextlib.contextmanager
+    def prefixed(self, words: Callable[[], str]) -> Iterator[None]:
+        """Put words before the stage in progress records, such as 'at least 64 samples fit'.
+
+        Args:
+            words: returns the words. It is called for each record, so that its result may change.
+        """
+        previous, self._prefix = self._prefix, words
+        try:
+            yield
+        finally:
+            self._prefix = previous
+
     def found(self, total_bytes: int, slowdown: float) -> None:
         """Note a certified plan inside the budget. It is reported if it is faster than the best one so far."""
         self._until_found = None
@@ -252,9 +267,10 @@ class Watch:
         if self._report is None:
             return
         total_bytes, slowdown = self._best or (None, None)
+        prefix = self._prefix()
         self._report(
             Progress(
-                stage=self._stage,
+                stage=f"{prefix}: {self._stage}" if prefix else self._stage,
                 elapsed_seconds=self.elapsed_seconds,
                 best_total_bytes=total_bytes,
                 best_slowdown=slowdown,

@@ -76,7 +76,6 @@ def plan_by(
     began = time.perf_counter()
     budget = Budget.on(card, vram_bytes, margin=constraints.margin)
     with pipeline.open_session(workload, card, budget, watch) as session:
-        watch.stage("certifying the largest batch that is known to fit")
         session.certificates.begin(known.rehearsed_decisions)
         certified = session.with_slower_algorithms().certify(known)
         if not certified.measured.fits:

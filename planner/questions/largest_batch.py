@@ -71,7 +71,7 @@ def largest_batch(
     watch = watch or Watch()
     needs = BatchNeeds(build, card, vram_bytes, constraints, watch)
     try:
-        with watch.leaving(lambda: needs.seconds_to_certify):
+        with watch.prefixed(lambda: _progress(needs)), watch.leaving(lambda: needs.seconds_to_certify):
             samples, too_many = _largest_batch(needs)
     except TimeLimitError:
         known = needs.largest_known()
@@ -103,6 +103,11 @@ def _largest_batch(needs: BatchNeeds) -> tuple[int, int]:
             continue
         if samples < least or needs.plan(samples) is not None:
             return max(samples, least), too_many
+
+
+def _progress(needs: BatchNeeds) -> str:
+    known = max(needs.sizes_that_fit(), default=None)
+    return "largest batch" if known is None else f"at least {_fitting(known)}"
 
 
 def _fitting(samples: int) -> str:

@@ -261,13 +261,16 @@ def searched(function: str, interrupt: Callable[[BatchNeeds, Watch], object], wa
 
 
 def test_if_the_time_is_up_the_largest_batch_that_is_known_to_fit_is_certified(monkeypatch):
-    fitting = []
+    fitting, stages = [], []
 
     def interrupt(needs: BatchNeeds, watch: Watch) -> None:
         fitting.extend(needs.sizes_that_fit())
         watch.end()
 
-    plan = searched("plan", interrupt, Watch(), monkeypatch)
+    plan = searched("plan", interrupt, Watch(report=lambda progress: stages.append(progress.stage)), monkeypatch)
+    assert stages[0] == "largest batch: rehearsing the step"
+    assert f"at least {max(fitting):,} samples fit: rehearsing the step" in stages
+    assert stages[-1] == f"certifying a plan for {max(fitting):,} samples: rehearsing the step"
     assert plan.fits and plan.workload.batch_size == max(fitting) > 64
     assert plan.notes[0].startswith("planning ended by Ctrl-C after ")
     assert plan.notes[0].endswith(f" s: {max(fitting):,} samples fit, and a larger batch may fit, too")
