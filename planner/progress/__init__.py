@@ -76,7 +76,8 @@ class Watch:
         self._until_found: float | None = None
         self._reserved: Callable[[], float] = lambda: 0.0
         """Returns the time in seconds to leave for what follows the present part (`leaving`)."""
-        self._stage = "starting"
+        self._stage = self._sent = "starting"
+        """The present stage, and that of the latest record with its prefix."""
         self._prefix: Callable[[], str] = lambda: ""
         """Returns words that stand before the stage in progress records (`prefixed`); empty for none."""
         self._best: tuple[int, float] | None = None
@@ -163,9 +164,14 @@ class Watch:
 
     def stage(self, name: str) -> None:
         """Enter a stage. Does not check the time limit."""
-        if name != self._stage:
-            self._stage = name
+        self._stage = name
+        if self._prefixed_stage != self._sent:
             self._send()
+
+    @property
+    def _prefixed_stage(self) -> str:
+        prefix = self._prefix()
+        return f"{prefix}: {self._stage}" if prefix else self._stage
 
     @contextlib.contextmanager
     def prefixed(self, words: Callable[[], str]) -> Iterator[None]:
@@ -263,14 +269,13 @@ class Watch:
             self._report(dataclasses.replace(progress, elapsed_seconds=self.elapsed_seconds))
 
     def _send(self) -> None:
-        self._reported = time.monotonic()
+        self._reported, self._sent = time.monotonic(), self._prefixed_stage
         if self._report is None:
             return
         total_bytes, slowdown = self._best or (None, None)
-        prefix = self._prefix()
         self._report(
             Progress(
-                stage=f"{prefix}: {self._stage}" if prefix else self._stage,
+                stage=self._prefixed_stage,
                 elapsed_seconds=self.elapsed_seconds,
                 best_total_bytes=total_bytes,
                 best_slowdown=slowdown,
