@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from planner import pipeline, profiles
+from planner.errors import TimeLimitError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
@@ -31,15 +33,27 @@ def smallest_card(
     card and not a larger card.
 
     Args:
+        watch: limits the time, and receives progress; None for no limit.
         settings: what the user has set for the process on the card: values by the name of a field of `DeviceProfile`.
+
+    Raises:
+        TimeLimitError: the time was up before a plan was certified. The message says how many cards were tried.
     """
+    watch = watch or Watch()
     known = (dataclasses.replace(profiles.load(name), **settings) for name in profiles.known())
     cards = sorted(known, key=lambda card: (card.vram_bytes, card.name))
     for number, card in enumerate(cards):
-        plan = plan_that_fits(workload, card, vram_bytes=card.vram_bytes, constraints=constraints, watch=watch)
+        before = f"no plan fits the {counted(number, 'card')} tried before it" if number else ""
+        try:
+            with watch.prefixed(functools.partial("card {} of {}, {}".format, number + 1, len(cards), card.title)):
+                plan = plan_that_fits(workload, card, vram_bytes=card.vram_bytes, constraints=constraints, watch=watch)
+        except TimeLimitError as error:
+            raise TimeLimitError(
+                f"planning ended {watch.cause}, while it looked for a plan for the card {card.title}"
+                f"{before and ': '}{before}; give more time (--time-limit), or name a card (--gpu) and its --vram"
+            ) from error
         if plan is not None:
-            before = f"no plan fits the {counted(number, 'card')} tried before it"
-            smaller = before if number else "no known card has less memory"
+            smaller = before or "no known card has less memory"
             return noted(plan, f"smallest card: {card.title} ({format_size(card.vram_bytes)}); {smaller}")
     largest = cards[-1]
     plan = pipeline.plan_workload(

@@ -17,9 +17,10 @@ from planner.errors import DecisionError, TimeLimitError
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.techniques import KINDS
-from planner.progress import Watch
+from planner.progress import Progress, Watch
 from planner.questions.batch_needs import BatchNeeds
 from planner.questions.largest_batch import _largest_batch, largest_batch
+from planner.questions.smallest_card import smallest_card
 from planner.search.largest_within import largest_within
 from planner.workload import cards
 from planner.workload.loading import load_workload
@@ -242,6 +243,10 @@ def test_a_single_number_that_needs_more_than_others_does_not_hide_them():
     assert (low, high) == (89, 90)
 
 
+def squares(output, batch):
+    return output.square().mean()
+
+
 def searched(function: str, interrupt: Callable[[BatchNeeds, Watch], object], watch: Watch, monkeypatch) -> Plan:
     """Returns the plan for the largest batch. Before the first call of a method of `BatchNeeds`, calls `interrupt`."""
     method, calls = getattr(BatchNeeds, function), itertools.count()
@@ -253,7 +258,7 @@ def searched(function: str, interrupt: Callable[[BatchNeeds, Watch], object], wa
 
     def build(samples: int) -> Workload:
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
-        return workload(model, torch.zeros(samples, 64), loss_fn=lambda output, batch: output.square().mean())
+        return workload(model, torch.zeros(samples, 64), loss_fn=squares)
 
     monkeypatch.setattr(BatchNeeds, function, interrupted)
     constraints = parse_constraints(fidelity="exact", force=(), forbid=())
@@ -349,6 +354,24 @@ def test_the_smallest_card_is_one_of_the_known_cards_with_the_least_memory(folde
     assert code == 0 and data["fits"]
     assert known[data["card"]] == min(known.values()) == data["vram_bytes"]
     assert data["notes"][0].startswith("smallest card: ")
+
+
+def test_if_the_time_is_up_before_a_card_is_found_the_message_says_how_many_were_tried():
+    with torch.device("meta"):
+        model, batch = torch.nn.Linear(200_000, 40_000, bias=False), torch.zeros(1, 200_000)
+    stages: list[str] = []
+
+    def report(progress: Progress) -> None:
+        stages.append(progress.stage)
+        watch.end()
+
+    watch, constraints = Watch(report=report), parse_constraints(fidelity="exact", force=(), forbid=())
+    smaller = sum(profiles.load(name).vram_bytes < 4 * 200_000 * 40_000 for name in profiles.known())
+    with pytest.raises(TimeLimitError) as caught:
+        smallest_card(workload(model, batch, loss_fn=squares), constraints, watch)
+    assert str(caught.value).startswith("planning ended by Ctrl-C after 0 s, while it looked for a plan for the card ")
+    assert f": no plan fits the {smaller} cards tried before it; give more time" in str(caught.value)
+    assert stages[0].startswith(f"card {smaller + 1} of ") and stages[0].endswith(": rehearsing the step")
 
 
 @pytest.mark.thorough
