@@ -105,9 +105,9 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card, watch))
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
 
-    def load_hopeful(**settings: Any) -> Workload:
+    def load_hopeful(samples: int | None, **settings: Any) -> Workload:
         """Loads the workload, and refuses a budget that cannot hold the model whatever the plan."""
-        workload = load(**settings)
+        workload = load(batch_size=samples, **settings)
         if budget is not None and not options.tradeoff:
             refuse_hopeless(workload, card, budget, constraints)
         return workload
@@ -123,18 +123,13 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         return plan_on_cards(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     if options.largest_batch:
         assert vram_bytes is not None, "checked with the options"
-        return largest_batch(
-            lambda batch_size: load_hopeful(batch_size=batch_size, seq_len=options.seq_len),
-            card,
-            vram_bytes=vram_bytes,
-            constraints=constraints,
-            watch=watch,
-        )
+        build = functools.partial(load_hopeful, seq_len=options.seq_len)
+        return largest_batch(build, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     request = _run_request(options)
     seq_len = request.longest(options.seq_len) or options.seq_len
 
     def load_longest(samples: int | None) -> Workload:
-        return load_hopeful(batch_size=samples, seq_len=seq_len, masking=request.masking(samples, options.seq_len))
+        return load_hopeful(samples, seq_len=seq_len, masking=request.masking(samples, options.seq_len))
 
     workload = load_longest(options.batch_size)
     if budget is not None:
