@@ -74,8 +74,8 @@ def advised(
     if plan.shortfall is None or not plan.shortfall.missing_bytes or plan.vram_bytes is None:
         return plan
     found: list[Relaxation] = []
-    with contextlib.suppress(TimeIsUp), watch.at_most(_SECONDS):
-        watch.stage("looking for changes that make a plan fit")
+    words = "looking for changes that make a plan fit"
+    with contextlib.suppress(TimeIsUp), watch.at_most(_SECONDS), watch.apart(lambda: words):
         for relaxation in _changes(plan, workload, card, constraints, load, watch):
             found.append(relaxation)
     shortfall = dataclasses.replace(

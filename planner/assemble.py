@@ -65,6 +65,7 @@ def assemble_plan(
         is_early: True if the search was not finished when its time was up.
     """
     links = session.card.links
+    is_open = is_early or session.searches.undecided > 0
     return Plan(
         model=session.workload.model_facts(),
         workload=session.workload.facts(),
@@ -83,8 +84,8 @@ def assemble_plan(
         fits=shortfall is None,
         certified=True,
         solver=SolverFacts(
-            status="time limit" if is_early else certified.choice.status,
-            gap=certified.choice.gap,
+            status="time limit" if is_open else certified.choice.status,
+            gap=1.0 if is_open else certified.choice.gap,
             seconds=session.searches.solve_seconds,
             promised_bytes=certified.choice.peak_bytes + certified.more_bytes,
             certified_bytes=certified.measured.curve_bytes,

@@ -65,6 +65,14 @@ FAULTS = (
         why="a recording is used for a config or an adapter that runs other ops with the same parameters",
     ),
     Fault(
+        name="kept-although-other-code-has-run",
+        path="planner/kept/identity.py",
+        old='        "other code": list(_other_code()),\n',
+        new="",
+        tests=(f"{_TEST}::test_other_code_that_has_run_is_part_of_the_identity",),
+        why="a recording is used although a sitecustomize.py has replaced the forward of a module since",
+    ),
+    Fault(
         name="kept-in-place-of-other-files",
         path="planner/files/cache.py",
         old=" if entry.suffix == suffix and entry.is_file()]",

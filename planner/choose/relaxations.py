@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -36,17 +37,16 @@ def relaxations(
     Returns:
         One entry for each relaxation. The lowest fidelities are left out if another relaxation makes a plan fit.
     """
-    session.watch.stage("trying what would make a plan fit")
     until = time.perf_counter() + _SECONDS
     tried: list[Relaxation] = []
     for label, technique, relaxed in single_relaxations(constraints, lowest=lowest):
-        if relaxed.fidelity > next(_fidelities_below(constraints), relaxed.fidelity) and any(
-            relaxation.opens for relaxation in tried
-        ):
+        is_opened = any(relaxation.opens for relaxation in tried)
+        if is_opened and relaxed.fidelity > next(_fidelities_below(constraints), relaxed.fidelity):
             break  # a lower fidelity is not tried if a higher one fits
-        if time.perf_counter() > until and any(relaxation.opens for relaxation in tried):
+        if is_opened and time.perf_counter() > until:
             tried.append(_without_plan(label, None, "not tried: it would take too long"))
-        else:
+            continue
+        with session.watch.apart(functools.partial("trying what would make a plan fit, {}".format, label)):
             tried.append(_try(session, label, technique, relaxed, before=constraints))
     return tuple(tried)
 

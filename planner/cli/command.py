@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import pathlib
 import signal
 import sys
 import threading
@@ -24,7 +23,7 @@ from planner.cli import keep_imports
 from planner.cli.hub import refuse_unreachable
 from planner.cli.option_checks import emitted_form, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.cli.options import parser
-from planner.cli.output_files import refuse_to_overwrite
+from planner.cli.output_files import refuse_to_overwrite, write_outputs
 from planner.errors import (
     BudgetError,
     MachineError,
@@ -35,7 +34,6 @@ from planner.errors import (
     first_line,
     plain_line,
 )
-from planner.files.writing import write_atomically
 from planner.plan_types.decision_base import cards_of
 from planner.plan_types.plan import SCHEMA_VERSION
 from planner.plan_types.tradeoff import Tradeoff
@@ -46,6 +44,8 @@ from planner.progress.durations import parse_duration
 from planner.progress.stuck import ended_if_stuck
 
 if TYPE_CHECKING:
+    import pathlib
+
     from rich.console import Console
 
     from planner.plan_types.plan import Plan
@@ -99,8 +99,7 @@ def _on_model(words: list[str], out: TextIO) -> int:
             answer = _answer(options, watch, lambda: end(watch))
             afterwards = Watch(report=report, elapsed_seconds=watch.elapsed_seconds)
             lines = _lines_to_paste(answer, options)
-            written = _write(answer, options, afterwards)
-            verification = _verify(answer, options, afterwards)
+            written, verification, missing = _outputs(answer, options, afterwards)
     except BaseException as error:
         return _refuse(_refusal(error, watch), as_json=options.json, out=out)
     if options.json:
@@ -119,7 +118,32 @@ def _on_model(words: list[str], out: TextIO) -> int:
             from planner.rewrite.emitted_code import torchrun
 
             print(f"start it with: {torchrun(answer)} {options.emit}", file=sys.stderr)
+    if missing:
+        print(f"plan: interrupted: {missing}", file=sys.stderr)
+        return COULD_NOT_RUN
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
+
+
+def _outputs(
+    answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch
+) -> tuple[list[pathlib.Path], Verification | CpuVerification | None, str]:
+    """Write the files that the options name, and verify the plan if they ask for it.
+
+    Returns:
+        The paths of the files that were written, the verification, and what Ctrl-C has prevented ('' for nothing), so
+        that the answer is printed in any case.
+    """
+    written: list[pathlib.Path] = []
+    missing = "not all files were written"
+    try:
+        for path in write_outputs(answer, options, watch):
+            written.append(path)
+        missing = "the plan was not verified"
+        return written, _verify(answer, options, watch), ""
+    except BaseException as error:
+        if not _was_interrupted(error, watch):
+            raise
+        return written, None, missing
 
 
 def _refusal(error: BaseException, watch: Watch) -> PlannerError:
@@ -340,39 +364,6 @@ def _verify(
     watch.stage(f"training on the {'card' if on_card else 'CPU'}, with the plan and without it")
     with watch.reporting():
         return verification(answer) if on_card else cpu_verification(answer)
-
-
-def _write(answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch) -> list[pathlib.Path]:
-    """Write the files that the options name, and return their paths."""
-    written = [path for path in (options.save, options.emit, options.svg) if path is not None]
-    if isinstance(answer, Tradeoff):
-        if options.svg is not None:
-            from planner.cli.tradeoff_svg import front_svg
-
-            write_atomically(options.svg, front_svg(answer))
-    else:
-        if options.save is not None:
-            answer.save(options.save)
-        form = emitted_form(options)
-        if form == "json":
-            from planner.rewrite.trainer.arguments import training_arguments
-
-            settings = training_arguments(answer, output_dir="out")
-            write_atomically(options.emit, json.dumps(settings, indent=2) + "\n")
-        elif form == "config":
-            from planner.cli.training_lines import config_text
-
-            write_atomically(options.emit, config_text(answer, options.cards_per_node))
-        elif form == "python":
-            from planner.rewrite.emitter.emit import emit
-
-            emit(answer, options.emit)
-    if options.report is not None or options.snapshot is not None:
-        from planner.cli.page.outputs import write_recordings
-
-        watch.stage("rehearsing the step without and with the plan")
-        written += write_recordings(answer, options)
-    return written
 
 
 # ---- output -------------------------------------------------------------------------------------------------------

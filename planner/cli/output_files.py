@@ -1,16 +1,22 @@
-"""The files that the `plan` command writes: their names, and the check that no other file is overwritten."""
+"""The files that the `plan` command writes, and the check that no other file is overwritten."""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import pathlib
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from planner.cli.option_checks import emitted_form
 from planner.errors import PlanFileError
 from planner.files import reading
+from planner.files.writing import write_atomically
+from planner.plan_types.plan import Plan
+from planner.plan_types.tradeoff import Tradeoff
+from planner.progress import Watch
 
 
 def refuse_to_overwrite(options: argparse.Namespace) -> None:
@@ -101,3 +107,38 @@ def _is_plan(text: str) -> bool:
     except ValueError:
         return False
     return isinstance(data, dict) and {"schema_version", "decisions"} <= set(data)
+
+
+def write_outputs(answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch) -> Iterator[pathlib.Path]:
+    """Write the files that the options name, and yield the path of each one that is written."""
+    if isinstance(answer, Tradeoff):
+        if options.svg is not None:
+            from planner.cli.tradeoff_svg import front_svg
+
+            write_atomically(options.svg, front_svg(answer))
+            yield options.svg
+    else:
+        if options.save is not None:
+            answer.save(options.save)
+            yield options.save
+        form = emitted_form(options)
+        if form == "json":
+            from planner.rewrite.trainer.arguments import training_arguments
+
+            settings = training_arguments(answer, output_dir="out")
+            write_atomically(options.emit, json.dumps(settings, indent=2) + "\n")
+        elif form == "config":
+            from planner.cli.training_lines import config_text
+
+            write_atomically(options.emit, config_text(answer, options.cards_per_node))
+        elif form == "python":
+            from planner.rewrite.emitter.emit import emit
+
+            emit(answer, options.emit)
+        if form is not None:
+            yield options.emit
+    if options.report is not None or options.snapshot is not None:
+        from planner.cli.page.outputs import write_recordings
+
+        watch.stage("rehearsing the step without and with the plan")
+        yield from write_recordings(answer, options)

@@ -277,9 +277,11 @@ def provenance(plan: Plan) -> Text:
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     solver = plan.solver
     promised, certified = format_size(solver.promised_bytes), format_size(solver.certified_bytes)
+    # After a time limit, 1 is an upper bound that says nothing.
+    gap = "not known" if solver.status == "time limit" and solver.gap == 1 else f"{solver.gap:.2%}"
     recalled = f" with {counted(plan.recalled, 'recording')} of earlier calls" if plan.recalled else ""
     return Text(
-        f"solver: {solver.status}, gap {solver.gap:.2%}, {solver.seconds:.2f} s; "
+        f"solver: {solver.status}, gap {gap}, {solver.seconds:.2f} s; "
         f"tensors: promised {promised}, rehearsed {certified}; planned in {plan.seconds:.1f} s{recalled}; {versions}",
         style="dim",
     )

@@ -7,6 +7,7 @@ synthetic batch. Code of the user's own can depend on anything. What a recording
 - how the step is run: optimizer, number of samples, several cards, stated values;
 - the card;
 - the versions of the libraries, the planner's own files, and the files of the model's classes;
+- other code that Python has run, which may have replaced functions of the libraries;
 - variables of the environment that libraries read.
 """
 
@@ -20,6 +21,7 @@ import os
 import pathlib
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -43,6 +45,8 @@ _VARIABLES = re.compile(
 _COVERED = {"model", "batch", "made_from", "reference", "notes", "is_by_sample_stated", "dtype", "input_shapes"}
 """Fields of `Workload` whose values are not hashed. Other parts of the identity describe them, or they affect no
 recording."""
+_OWN_FOLDER = pathlib.Path(__file__).parents[1]
+"""Folder of the planner's files."""
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 """Attributes of modules that have lines of their own."""
 _OF_PROCESS = ("_original_object_hash",)
@@ -69,6 +73,7 @@ def identity(workload: Workload, card: DeviceProfile) -> str | None:
         "card": repr(card),
         "versions": versions,
         "files": list(_files(workload.model)),
+        "other code": list(_other_code()),
         "environment": sorted(item for item in os.environ.items() if _VARIABLES.fullmatch(item[0])),
         "default dtype": str(torch.get_default_dtype()),
         "cudnn": repr(cudnn_settings()),
@@ -105,11 +110,29 @@ def _files(model: torch.nn.Module) -> Iterator[tuple[str, int, int]]:
     folders = {pathlib.Path(file).parent for file in files if file is not None}
     roots = {root for folder in folders for root in (folder, *folder.parents) if root.name in ("transformers", "peft")}
     folders |= {root / name for root in roots for name in ("", "integrations", "loss", "utils")}
-    own = pathlib.Path(__file__).resolve().parents[1]
+    own = _OWN_FOLDER.resolve()
     sources = {path for folder in folders for path in folder.glob("*.py")}
     for folder in {own, (own / "rewrite").resolve(), (own / "profiles").resolve()}:  # two are links in a checkout
         sources.update(path for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".json", ".csv"))
     for source in sorted(map(str, sources)):
+        yield source, *_size_and_time(source)
+
+
+def _other_code() -> Iterator[tuple[str, int, int]]:
+    """Yields path, size and time of change of code that is neither the planner's nor that of an installed library.
+
+    These are the loaded modules from other folders, for example a script or a `sitecustomize.py`, and the files by
+    which a folder of installed libraries runs code when Python starts (`*.pth`).
+    """
+    libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    known = (*libraries, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(_OWN_FOLDER))
+    folders = tuple(os.path.join(folder, "") for folder in known)
+    sources = {str(path) for folder in libraries for path in pathlib.Path(folder).glob("*.pth")}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and (name in ("sitecustomize", "usercustomize") or not file.startswith(folders)):
+            sources.add(file)
+    for source in sorted(filter(os.path.isfile, sources)):
         yield source, *_size_and_time(source)
 
 

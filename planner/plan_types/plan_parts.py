@@ -209,9 +209,9 @@ class SolverFacts:
     """How the plan was found, and the peak of tensors: predicted by the search, and measured in the rehearsal."""
 
     status: str
-    """'optimal', 'time limit', or 'not needed' if there was nothing to search."""
+    """'optimal', 'time limit' (of planning or an integer program), or 'not needed' if there was nothing to search."""
     gap: float
-    """Proven distance to the optimum: another selection of units could save at most this fraction of the step time."""
+    """Maximum fraction of the step time that another selection could save; 1 if a time limit left this open."""
     promised_bytes: int
     """Peak of the allocated bytes that the search predicted for the plan."""
     certified_bytes: int

@@ -78,8 +78,8 @@ class Watch:
         """Returns the time in seconds to leave for what follows the present part (`leaving`)."""
         self._stage = self._sent = "starting"
         """The present stage, and that of the latest record with its prefix."""
-        self._prefix: Callable[[], str] = lambda: ""
-        """Returns words that stand before the stage in progress records (`prefixed`); empty for none."""
+        self._prefix: Callable[[], str] | None = None
+        """Returns the words that stand before the stage in progress records (`apart`); None for none."""
         self._best: tuple[int, float] | None = None
         self._is_ended = self._goes_on = False
         self._work: Callable[[], object] | None = None
@@ -170,25 +170,34 @@ class Watch:
 
     @property
     def _prefixed_stage(self) -> str:
-        prefix = self._prefix()
-        return f"{prefix}: {self._stage}" if prefix else self._stage
+        prefix = None if self._prefix is None else self._prefix()
+        return ": ".join(filter(None, (prefix, self._stage)))
 
     @contextlib.contextmanager
-    def prefixed(self, words: Callable[[], str]) -> Iterator[None]:
-        """Put words before the stage in progress records, such as 'at least 64 samples fit'.
+    def apart(self, words: Callable[[], str]) -> Iterator[None]:
+        """Report searches whose plans are not the answer, for example for several batch sizes.
+
+        Progress records have words before the stage, such as 'at least 64 samples fit', and no best plan.
 
         Args:
             words: returns the words. It is called for each record, so that its result may change.
         """
-        previous, self._prefix = self._prefix, words
+        previous = self._prefix, self._stage
+        self._prefix, self._stage = words, ""
+        self._send()
         try:
             yield
         finally:
-            self._prefix = previous
+            self._prefix, self._stage = previous
 
     def found(self, total_bytes: int, slowdown: float) -> None:
-        """Note a certified plan inside the budget. It is reported if it is faster than the best one so far."""
+        """Note a certified plan inside the budget. It is reported if it is faster than the best one so far.
+
+        Inside of `apart`, it is not reported.
+        """
         self._until_found = None
+        if self._prefix is not None:
+            return
         if self._best is None or slowdown < self._best[1]:
             self._best = total_bytes, slowdown
             self._send()
@@ -272,7 +281,7 @@ class Watch:
         self._reported, self._sent = time.monotonic(), self._prefixed_stage
         if self._report is None:
             return
-        total_bytes, slowdown = self._best or (None, None)
+        total_bytes, slowdown = self._best if self._best and self._prefix is None else (None, None)
         self._report(
             Progress(
                 stage=self._prefixed_stage,

@@ -150,7 +150,7 @@ class BatchNeeds:
         largest = max(self.sizes_that_fit(), default=None)
         if largest is not None and self._plans.get(largest) is None:
             words = f"certifying a plan for {counted(largest, 'sample', with_commas=True)}"
-            with contextlib.suppress(TimeLimitError), self._watch.after_end(), self._watch.prefixed(lambda: words):
+            with contextlib.suppress(TimeLimitError), self._watch.after_end(), self._watch.apart(lambda: words):
                 work, known = self._build(largest), self._bounds[largest].choice
                 self._plans[largest] = plan_by(known, work, self._card, **self._question)
         certified = {samples: plan for samples, plan in self._plans.items() if plan is not None}

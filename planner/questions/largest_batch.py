@@ -71,7 +71,7 @@ def largest_batch(
     watch = watch or Watch()
     needs = BatchNeeds(build, card, vram_bytes, constraints, watch)
     try:
-        with watch.prefixed(lambda: _progress(needs)), watch.leaving(lambda: needs.seconds_to_certify):
+        with watch.apart(lambda: _progress(needs)), watch.leaving(lambda: needs.seconds_to_certify):
             samples, too_many = _largest_batch(needs)
     except TimeLimitError:
         known = needs.largest_known()

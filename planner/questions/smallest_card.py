@@ -45,7 +45,7 @@ def smallest_card(
     for number, card in enumerate(cards):
         before = f"no plan fits the {counted(number, 'card')} tried before it" if number else ""
         try:
-            with watch.prefixed(functools.partial("card {} of {}, {}".format, number + 1, len(cards), card.title)):
+            with watch.apart(functools.partial("card {} of {}, {}".format, number + 1, len(cards), card.title)):
                 plan = plan_that_fits(workload, card, vram_bytes=card.vram_bytes, constraints=constraints, watch=watch)
         except TimeLimitError as error:
             raise TimeLimitError(

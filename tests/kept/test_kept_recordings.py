@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 import zlib
 
 import msgspec
@@ -182,6 +183,21 @@ def test_a_changed_source_file_is_another_identity(config, monkeypatch):
             identity_of, "_size_and_time", lambda path, changed=changed: (0, 0) if path == changed else facts(path)
         )
         assert identity(work, BARE) not in (first, None)
+
+
+@pytest.mark.parametrize("name", ["sitecustomize", "a_script_of_the_users"])
+def test_other_code_that_has_run_is_part_of_the_identity(config, tmp_path, monkeypatch, name):
+    """It may have replaced a function of a library."""
+    work, module, path = loaded(config), types.ModuleType(name), tmp_path / f"{name}.py"
+    found = [identity(work, BARE)]
+    monkeypatch.setitem(sys.modules, name, module)
+    module.__file__ = str(path)
+    for text in ("", "import transformers\n"):
+        path.write_text(text)
+        found.append(identity(work, BARE))
+    assert None not in found and len(set(found)) == 3
+    module.__file__ = transformers.__file__  # installed libraries are known by their versions
+    assert name == "sitecustomize" or identity(work, BARE) == found[0]
 
 
 @pytest.mark.parametrize(

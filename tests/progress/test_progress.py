@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import sys
@@ -18,6 +19,7 @@ import planner
 from planner import pipeline
 from planner.choose.planning_session import PlanningSession
 from planner.cli import main
+from planner.cli.report import provenance
 from planner.errors import TimeLimitError, WorkloadError
 from planner.plan_types.constraints import parse_constraints
 from planner.progress import Progress, TimeIsUp, Watch
@@ -63,6 +65,28 @@ def test_a_record_reads_as_one_line():
     assert str(moment()) == "searching, 14 s"
     best = moment(best_total_bytes=int(5.31 * 2**30), best_slowdown=1.12)
     assert str(best) == "searching: best so far 5.31 GiB at 1.12 x, 14 s"
+
+
+def test_plans_of_searches_apart_are_not_the_best_plan():
+    records: list[Progress] = []
+    watch = Watch(report=records.append)
+    watch.stage("searching")
+    watch.found(100, 1.5)
+    sizes = [64]
+    with watch.apart(lambda: f"{sizes[-1]} samples"):
+        watch.found(90, 1.1)
+        watch.stage("searching")
+        sizes.append(128)
+        watch.stage("searching")
+    watch.found(95, 1.4)
+    assert [(r.stage, r.best_total_bytes) for r in records] == [
+        ("searching", None),
+        ("searching", 100),
+        ("64 samples", None),
+        ("64 samples: searching", None),
+        ("128 samples: searching", None),
+        ("searching", 95),
+    ]
 
 
 def test_changes_are_reported_and_a_slower_plan_is_none(monkeypatch):
@@ -231,7 +255,8 @@ def test_an_end_before_the_first_certificate_still_certifies_the_best_choice():
     assert records[-1].best_total_bytes == complete.peak.total_bytes
     assert records[-1].best_slowdown == pytest.approx(complete.slowdown)
     assert early.decisions == complete.decisions and early.peak == complete.peak and early.certified
-    assert early.solver.status == "time limit" and "ended by Ctrl-C" in early.notes[0]
+    assert (early.solver.status, early.solver.gap) == ("time limit", 1) and "ended by Ctrl-C" in early.notes[0]
+    assert "solver: time limit, gap not known, " in provenance(early).plain
     assert early.notes[0].endswith("the search for a faster plan was not finished")
     assert not any("ended by" in note for note in complete.notes)
 
@@ -324,6 +349,32 @@ def test_ctrl_c_ends_planning_like_the_time_limit(folder, capfd):
     assert code == 2 and time.monotonic() - began < 30
     assert "ending with the best plan so far; Ctrl-C again ends at once" in err
     assert "planning ended by Ctrl-C after" in err
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "message"),
+    [
+        ("planner.cli.page.outputs.rehearse_plan", ("--snapshot", "s.pickle"), "not all files were written"),
+        ("planner.rewrite.on_cpu.verification.cpu_verification", ("--verify",), "the plan was not verified"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_after_planning_loses_neither_the_answer_nor_what_was_written(
+    folder, capsys, monkeypatch, function, words, message, as_json
+):
+    monkeypatch.setattr(function, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("planner.workload.cards.has_cuda_card", lambda: False)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        output = ["--json"] if as_json else []
+        code = main(["net.py:build", "--gpu", "rtx-2060", "--vram", "1GiB", "--save", "plan.json", *words, *output])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    out, err = capsys.readouterr()
+    assert code == 2 and err.endswith(f"plan: interrupted: {message}\n")
+    assert json.loads(out)["fits"] if as_json else "certified by rehearsal" in out
+    assert {"net.py", "plan.json"} <= {*os.listdir()} <= {"net.py", "plan.json", "__pycache__"}
+    assert as_json or "wrote plan.json" in err
 
 
 @pytest.mark.parametrize(
