@@ -14,7 +14,7 @@ from planner.estimate.largest_tensors import shape_text
 from planner.plan_types.decision_base import cards_of
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, Shortfall
 from planner.plan_types.plan_parts import TRAINING_STEP
-from planner.plan_types.plan_summary import in_time, speed_text
+from planner.plan_types.plan_summary import as_found, speed_text
 from planner.plan_types.sizes import MIB, format_size
 from planner.plan_types.words import counted
 from planner.recording.step_graph import Category
@@ -161,7 +161,7 @@ def _decisions(plan: Plan) -> list[RenderableType]:
     if not plan.decisions:
         if plan.fits:
             nothing = "nothing needs to change"
-        elif in_time(plan):
+        elif plan.solver.status == "time limit":
             nothing = "the step without changes; no smaller plan was certified in time"
         else:
             nothing = "no allowed change makes the step smaller"
@@ -182,7 +182,9 @@ def _plan_title(plan: Plan) -> str:
     """Returns the heading above the decisions. If no plan fits, it says which plan is shown instead."""
     if plan.shortfall is None:
         return "plan"
-    return f"smallest allowed plan{in_time(plan)}" if plan.shortfall.missing_bytes else "fastest plan inside the budget"
+    if plan.shortfall.missing_bytes:
+        return f"smallest allowed plan {as_found(plan)}"
+    return "fastest plan inside the budget"
 
 
 def _verdict(plan: Plan) -> RenderableType:
@@ -200,9 +202,8 @@ def _verdict(plan: Plan) -> RenderableType:
                 f"{plan.run.binding}",
                 style="bold red",
             )
-        return Text(
-            f"does not fit: the smallest allowed plan{in_time(plan)} is {missing} over the budget", style="bold red"
-        )
+        smallest = f"the smallest allowed plan {as_found(plan)}"
+        return Text(f"does not fit: {smallest} is {missing} over the budget", style="bold red")
     assert plan.limit_bytes is not None and plan.room_bytes is not None, "there is a budget"
     size = f"{format_size(plan.total_bytes)} of {format_size(plan.limit_bytes)}"
     how = "certified by rehearsal" if plan.run is None else "in the simulated run; its steps are certified by rehearsal"
@@ -236,7 +237,7 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
     if shortfall.next_step is None:
         needed_bytes = (plan.usable_bytes or 0) + shortfall.missing_bytes
         if plan.card_bytes is not None and needed_bytes > plan.card_bytes - plan.margin_bytes:
-            enough = f" The smallest allowed plan takes {-(-needed_bytes // MIB):,} MiB, more than the card has."
+            enough = f" The plan above takes {-(-needed_bytes // MIB):,} MiB, more than the card has."
         else:
             enough = f" A budget of {-(-needed_bytes // MIB):,} MiB would be enough."
         untried = any(relaxation.opens is None for relaxation in shortfall.relaxations)

@@ -251,8 +251,8 @@ class Relaxation:
 class Shortfall:
     """Explains why no plan is both inside the budget and fast enough, and what would help.
 
-    The plan that has a shortfall is the smallest allowed plan; or, if a plan is inside the budget but slower than
-    allowed, the fastest such plan.
+    The plan that has a shortfall is the smallest allowed plan that was found; or, if a plan is inside the budget but
+    slower than allowed, the fastest such plan.
     """
 
     missing_bytes: int

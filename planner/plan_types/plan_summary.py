@@ -22,7 +22,7 @@ def summary(plan: Plan) -> str:
     elif plan.run is not None and not plan.run.fits:
         verdict = f"does not fit {budget}: the whole run takes {total}"
     elif plan.shortfall.missing_bytes:
-        verdict = f"does not fit {budget}: the smallest plan{in_time(plan)} takes {total}"
+        verdict = f"does not fit {budget}: the smallest plan {as_found(plan)} takes {total}"
     else:
         verdict = f"is too slow in {budget}, with {total}"
     techniques = ", ".join(dict.fromkeys(decision.kind for decision in plan.decisions)) or "no change"
@@ -32,9 +32,9 @@ def summary(plan: Plan) -> str:
     )
 
 
-def in_time(plan: Plan) -> str:
-    """Returns words to add to 'the smallest plan', which is not known to be the smallest one if time ran out."""
-    return " found in time" if plan.solver.status == "time limit" else ""
+def as_found(plan: Plan) -> str:
+    """Returns words to add to 'the smallest plan', because a smaller one may exist."""
+    return "found in time" if plan.solver.status == "time limit" else "that was found"
 
 
 def speed_text(slowdown: float) -> str:

@@ -9,7 +9,7 @@ from planner.cli.page.recorded import Stage
 from planner.cli.page.timeline import STACK
 from planner.cli.run_report import run_sentence
 from planner.plan_types.plan import Footprint, Plan, RunFacts
-from planner.plan_types.plan_summary import in_time
+from planner.plan_types.plan_summary import as_found
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
 
@@ -27,7 +27,7 @@ def verdict(plan: Plan) -> str:
         return f"Does not fit in {budget}: the smallest plan peaks at {peak}"
     if plan.shortfall is not None and plan.shortfall.missing_bytes:
         missing = format_size(plan.shortfall.missing_bytes)
-        smallest = f"the smallest allowed plan{in_time(plan)} peaks at {peak}"
+        smallest = f"the smallest allowed plan {as_found(plan)} peaks at {peak}"
         return f"Does not fit in {budget}: {smallest}, {missing} over the budget"
     if plan.shortfall is not None:
         limit = f"at most {plan.max_slowdown:g}x is allowed"
