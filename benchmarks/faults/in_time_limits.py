@@ -142,4 +142,32 @@ FAULTS = (
         ),
         why="for a model in a Python file, the command takes a second longer to exit",
     ),
+    Fault(
+        name="ctrl-c-after-planning-loses-the-answer",
+        path="planner/cli/command.py",
+        old="        if not _was_interrupted(error, watch):\n            raise\n        return written",
+        new="        if error:\n            raise\n        return written",
+        tests=(
+            "tests/progress/test_progress.py::test_ctrl_c_after_planning_loses_neither_the_answer_nor_what_was_written",
+        ),
+        why="Ctrl-C while a snapshot is written loses the plan, which may have taken minutes",
+    ),
+    Fault(
+        name="the-gap-of-a-plan-that-ended-early",
+        path="planner/assemble.py",
+        old="gap=1.0 if is_open else certified.choice.gap",
+        new="gap=certified.choice.gap",
+        tests=(
+            "tests/progress/test_progress.py::test_an_end_before_the_first_certificate_still_certifies_the_best_choice",
+        ),
+        why="the report says that no plan is faster, although some were not tried",
+    ),
+    Fault(
+        name="progress-of-another-question-has-a-best-plan",
+        path="planner/progress/__init__.py",
+        old="        if self._prefix is not None:\n            return\n",
+        new="",
+        tests=("tests/progress/test_progress.py::test_plans_of_searches_apart_are_not_the_best_plan",),
+        why="progress shows a plan of another batch size as the best one, inside a budget that no plan fits",
+    ),
 )
