@@ -65,7 +65,7 @@ def assemble_plan(
         is_early: True if the search was not finished when its time was up.
     """
     links = session.card.links
-    is_open = is_early or session.searches.undecided > 0
+    is_open = is_early or session.searches.undecided(constraints) > 0
     return Plan(
         model=session.workload.model_facts(),
         workload=session.workload.facts(),
@@ -167,11 +167,8 @@ def assemble_tradeoff(
 
 
 def _search_notes(session: PlanningSession, constraints: Constraints) -> tuple[str, ...]:
-    """Return notes on what the searches could not do.
-
-    These are integer programs without an answer, under any constraints, and techniques of `constraints` that failed.
-    """
-    undecided, dropped = session.searches.undecided, session.searches.dropped(constraints)
+    """Return notes on integer programs of the searches that had no answer, and on techniques that failed."""
+    undecided, dropped = session.searches.undecided(constraints), session.searches.dropped(constraints)
     if not undecided:
         return dropped
     return (

@@ -273,8 +273,8 @@ FAULTS = (
     Fault(
         name="largest-batch-leaves-no-time-to-certify",
         path="planner/questions/batch_needs.py",
-        old="* self._rehearsal_seconds if is_needed else 0.0",
-        new="* 0.0 if is_needed else 0.0",
+        old="return seconds if is_needed else 0.0",
+        new="return 0.0",
         tests=("tests/cli/test_questions.py::test_time_is_left_to_certify_the_largest_batch_until_it_has_a_plan",),
         why="at the time limit, no time is left to certify a plan for the largest batch",
     ),

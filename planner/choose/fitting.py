@@ -93,7 +93,7 @@ def best_in_time(session: PlanningSession, space: SearchSpace, constraints: Cons
 
 
 def _certify_promised(session: PlanningSession, constraints: Constraints) -> None:
-    """Certify the best choice so far, or else the smallest one, unless the best certified plan is about as fast."""
+    """Certify the best choice so far and, if it does not fit, the smallest one. Skip those that are not faster."""
     known = session.best_known(constraints)
     below_ns = math.inf if known is None else known.measured.footprint.step_ns / TIE
     for choice in (choice for choice in session.searches.promised(constraints) if choice.step_ns < below_ns):

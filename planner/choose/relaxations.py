@@ -46,7 +46,7 @@ def relaxations(
         if is_opened and time.perf_counter() > until:
             tried.append(_without_plan(label, None, "not tried: it would take too long"))
             continue
-        with session.watch.apart(functools.partial("trying what would make a plan fit, {}".format, label)):
+        with session.watch.apart(functools.partial("trying changes that could make a plan fit ({})".format, label)):
             tried.append(_try(session, label, technique, relaxed, before=constraints))
     return tuple(tried)
 

@@ -123,10 +123,9 @@ class Searches:
         guessing = sum(searches.solve_seconds for searches in self._guesses)
         return guessing + sum(chooser.solve_seconds for _, chooser in self._made)
 
-    @property
-    def undecided(self) -> int:
-        """Number of integer programs that hit their time limit without an answer."""
-        return sum(chooser.undecided for _, chooser in self._made)
+    def undecided(self, constraints: Constraints) -> int:
+        """Returns the number of integer programs that hit their time limit without an answer."""
+        return sum(chooser.undecided for chooser in self._under(constraints))
 
     def promised(self, constraints: Constraints) -> tuple[Choice, ...]:
         """Returns the best and the smallest choice of the latest search, which may not have been certified yet."""

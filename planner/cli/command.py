@@ -1,8 +1,9 @@
 """The `plan` command. It prints a report or one JSON object on standard output, everything else on standard error.
 
 Exit code 0: the plan fits, and --verify (if given) confirmed it; 1: no plan fits, or --verify found that training takes
-more memory than the planner predicts or gives other results; 2: the command could not run, or its time limit was over
-before any plan was certified; 3: the machine ended a process of the planner, or started none.
+more memory than the planner predicts or gives other results; 2: the command could not run, its time limit was over
+before any plan was certified, or Ctrl-C ended it before everything was written or verified; 3: the machine ended a
+process of the planner, or started none.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def _on_model(words: list[str], out: TextIO) -> int:
             print(lines, file=out)
         for path in written:
             print(f"wrote {plain_line(str(path))}", file=sys.stderr)
-        if emitted_form(options) == "python" and not isinstance(answer, Tradeoff) and cards_of(answer.decisions) > 1:
+        is_emitted = options.emit in written and emitted_form(options) == "python"
+        if is_emitted and not isinstance(answer, Tradeoff) and cards_of(answer.decisions) > 1:
             from planner.rewrite.emitted_code import torchrun
 
             print(f"start it with: {torchrun(answer)} {options.emit}", file=sys.stderr)
@@ -130,11 +132,11 @@ def _outputs(
     """Write the files that the options name, and verify the plan if they ask for it.
 
     Returns:
-        The paths of the files that were written, the verification, and what Ctrl-C has prevented ('' for nothing), so
-        that the answer is printed in any case.
+        The paths of the files that were written, the verification, and a text that says what is missing if Ctrl-C
+        ended this ('' if nothing is). Ctrl-C raises no error here, because the answer must still be printed.
     """
     written: list[pathlib.Path] = []
-    missing = "not all files were written"
+    missing = "not all files were written" + (", and the plan was not verified" if options.verify else "")
     try:
         for path in write_outputs(answer, options, watch):
             written.append(path)

@@ -38,8 +38,9 @@ examples:
 sizes: GiB and MiB are binary, GB and MB are decimal, and % is a share of the card's memory.
 
 exit code: 0 if the plan fits (with --verify: and keeps its promise), 1 if it does not, 2 if the
-command could not run, or the time limit ended it before any plan was certified, 3 if the machine
-ended a process of the planner or started none.
+command could not run, the time limit ended it before any plan was certified, or Ctrl-C ended it
+before everything was written or verified, 3 if the machine ended a process of the planner or
+started none.
 """
 
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}

@@ -164,7 +164,7 @@ def _decisions(plan: Plan) -> list[RenderableType]:
         elif plan.solver.status == "time limit":
             nothing = "the step without changes; no smaller plan was certified in time"
         else:
-            nothing = "no allowed change makes the step smaller"
+            nothing = "the step without changes; no smaller plan was found"
         return [Text(f"plan: {nothing}", style="bold")]
     lines: list[RenderableType] = []
     if plan.fits and plan.baseline.total_bytes <= plan.vram_bytes:

@@ -29,8 +29,8 @@ class LayerCopies:
 
     Raises:
         NotAlikeError: the longer recording cannot be derived, for example because an op before the update uses tensors
-            of all layers, or an item refers to one that is more than `FARTHEST` layers away. Each method may raise it,
-            too.
+            of all layers, or because an item refers to an item of a layer that is more than `FARTHEST` layers away.
+            Each method may raise it, too.
     """
 
     def __init__(

@@ -119,18 +119,19 @@ def _files(model: torch.nn.Module) -> Iterator[tuple[str, int, int]]:
 
 
 def _other_code() -> Iterator[tuple[str, int, int]]:
-    """Yields path, size and time of change of code that is neither the planner's nor that of an installed library.
+    """Yields path, size and time of change of code that may have replaced functions of the libraries.
 
-    These are the loaded modules from other folders, for example a script or a `sitecustomize.py`, and the files by
-    which a folder of installed libraries runs code when Python starts (`*.pth`).
+    These are loaded modules outside of the planner, the installed libraries and the standard library; `sitecustomize`
+    and `usercustomize` wherever they are; and the `*.pth` files, by which a folder of installed libraries runs code
+    when Python starts.
     """
     libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    known = (*libraries, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(_OWN_FOLDER))
+    known = (*libraries, *map(sysconfig.get_path, ("stdlib", "platstdlib", "scripts")), str(_OWN_FOLDER))
     folders = tuple(os.path.join(folder, "") for folder in known)
     sources = {str(path) for folder in libraries for path in pathlib.Path(folder).glob("*.pth")}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and (name in ("sitecustomize", "usercustomize") or not file.startswith(folders)):
+        if isinstance(file, str) and (name in ("sitecustomize", "usercustomize") or not file.startswith(folders)):
             sources.add(file)
     for source in sorted(filter(os.path.isfile, sources)):
         yield source, *_size_and_time(source)

@@ -211,7 +211,10 @@ class SolverFacts:
     status: str
     """'optimal', 'time limit' (of planning or an integer program), or 'not needed' if there was nothing to search."""
     gap: float
-    """Maximum fraction of the step time that another selection could save; 1 if a time limit left this open."""
+    """Maximum fraction of the step time that another selection could save.
+
+    1 means that it is not known, because planning ended early or an integer program had no answer in time.
+    """
     promised_bytes: int
     """Peak of the allocated bytes that the search predicted for the plan."""
     certified_bytes: int

@@ -112,8 +112,8 @@ class Watch:
 
     @property
     def doing(self) -> str:
-        """The present stage, in words such as 'loading the model'."""
-        return self._stage
+        """The present stage, in words such as 'loading the model', with the words of `apart` before it."""
+        return self._prefixed_stage
 
     @property
     def is_ended(self) -> bool:

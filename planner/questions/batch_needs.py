@@ -1,4 +1,4 @@
-"""How many bytes a batch of a given size needs, by searches and by rehearsals."""
+"""Finds out how many bytes a batch of a given size needs, by searches and by rehearsals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from planner.workload.workload import Workload
 _FAR = 8
 """Known decisions are tried for batch sizes up to this factor above the largest batch size that was searched."""
 _REHEARSALS_TO_CERTIFY = 3
-"""Time to certify a plan with known decisions, in times of one rehearsal: the baseline, the plan, and the rest."""
+"""Estimated time to certify a plan with known decisions, as a multiple of the time of one rehearsal.
+
+One is for the baseline, one for the plan, and one for all other work.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,16 +60,25 @@ class BatchNeeds:
         constraints: Constraints,
         watch: Watch,
     ) -> None:
-        self._build, self._card, self._watch = build, card, watch
+        self._load, self._card, self._watch = build, card, watch
         self._question: dict[str, Any] = {"vram_bytes": vram_bytes, "constraints": constraints, "watch": watch}
         self.usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
         self._plans: dict[int, Plan | None] = {}
         self._bounds: dict[int, _MemoryBound] = {}
         self._rehearsal_seconds = 0.0
-        """Longest time in seconds that one rehearsal took, without the search for the total in which it runs."""
+        """Longest time in seconds of one rehearsal, without the time to find the total in which the step runs."""
+        self._search_seconds = 0.0
+        """Longest time in seconds of one search for the smallest configuration."""
+
+    def _build(self, samples: int) -> Workload:
+        self._watch.stage("loading the model")
+        return self._load(samples)
 
     def begin(self, samples: int) -> int:
-        """Search at a first batch size. Returns the smallest one: 1, or 2 for a model that refuses one sample."""
+        """Search for the smallest configuration at a first batch size.
+
+        Returns the smallest batch size that the model accepts: 1, or 2 for a model that refuses one sample.
+        """
         self._search(samples)
         try:
             self.total_bytes(1)
@@ -111,8 +123,10 @@ class BatchNeeds:
 
     def _search(self, samples: int) -> _MemoryBound:
         """Search for the smallest configuration. Forget upper bounds above the budget: its decisions may need less."""
+        began = time.monotonic()
         with _naming(samples):
             total_bytes, choice = smallest_configuration(self._build(samples), self._card, **self._question)
+        self._search_seconds = max(self._search_seconds, time.monotonic() - began)
         self._latest = _MemoryBound(total_bytes=total_bytes, choice=choice, is_searched=True)
         self._bounds = {
             size: bound
@@ -139,7 +153,8 @@ class BatchNeeds:
         """Estimated time in seconds that `largest_known` takes."""
         largest = max(self.sizes_that_fit(), default=None)
         is_needed = largest is not None and self._plans.get(largest) is None
-        return _REHEARSALS_TO_CERTIFY * self._rehearsal_seconds if is_needed else 0.0
+        seconds = _REHEARSALS_TO_CERTIFY * self._rehearsal_seconds or self._search_seconds
+        return seconds if is_needed else 0.0
 
     def largest_known(self) -> tuple[int, Plan] | None:
         """Returns the largest batch size with a certified plan, and the plan; None if there is none.

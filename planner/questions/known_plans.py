@@ -1,4 +1,4 @@
-"""Plans without a search for the smallest plan, and plans with decisions that are known to fit."""
+"""Finds the fastest plan that fits, if there is one, and certifies plans with decisions that are known to fit."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ def largest_batch(
     If no batch fits, returns the plan for the smallest batch, which does not fit. The smallest batch has one sample, or
     two samples for a model that refuses a single sample (BatchNorm).
 
-    The returned plan is certified. For a slightly larger batch (one sample more, and from 128 samples on up to 1/64
-    more) the planner finds no plan. Not all other batch sizes are tried: a batch is assumed to fit if a larger batch
-    fits.
+    The returned plan is certified. If the search is complete, the planner found no plan for a slightly larger batch
+    (one sample more, and from 128 samples on up to 1/64 more). Not all other batch sizes are tried: a batch is assumed
+    to fit if a larger batch fits.
 
     Args:
         build: function that takes a batch size and returns the workload with a batch of this size.

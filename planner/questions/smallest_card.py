@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.plan_types.words import counted
+from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.questions.known_plans import noted, plan_that_fits
 from planner.workload.workload import Workload
@@ -37,26 +39,36 @@ def smallest_card(
         settings: what the user has set for the process on the card: values by the name of a field of `DeviceProfile`.
 
     Raises:
-        TimeLimitError: the time was up before a plan was certified. The message says how many cards were tried.
+        TimeLimitError: the time was up before a plan was certified. If other cards were tried before, the message says
+            how many.
     """
     watch = watch or Watch()
     known = (dataclasses.replace(profiles.load(name), **settings) for name in profiles.known())
     cards = sorted(known, key=lambda card: (card.vram_bytes, card.name))
     for number, card in enumerate(cards):
         before = f"no plan fits the {counted(number, 'card')} tried before it" if number else ""
-        try:
-            with watch.apart(functools.partial("card {} of {}, {}".format, number + 1, len(cards), card.title)):
-                plan = plan_that_fits(workload, card, vram_bytes=card.vram_bytes, constraints=constraints, watch=watch)
-        except TimeLimitError as error:
-            raise TimeLimitError(
-                f"planning ended {watch.cause}, while it looked for a plan for the card {card.title}"
-                f"{before and ': '}{before}; give more time (--time-limit), or name a card (--gpu) and its --vram"
-            ) from error
+        progress = functools.partial("card {} of {}, {}".format, number + 1, len(cards), card.title)
+        with _naming(card, before, watch), watch.apart(progress):
+            plan = plan_that_fits(workload, card, vram_bytes=card.vram_bytes, constraints=constraints, watch=watch)
         if plan is not None:
             smaller = before or "no known card has less memory"
             return noted(plan, f"smallest card: {card.title} ({format_size(card.vram_bytes)}); {smaller}")
     largest = cards[-1]
-    plan = pipeline.plan_workload(
-        workload, largest, vram_bytes=largest.vram_bytes, constraints=constraints, watch=watch
-    )
+    with _naming(largest, f"no plan fits any of the {len(cards)} known cards", watch):
+        plan = pipeline.plan_workload(
+            workload, largest, vram_bytes=largest.vram_bytes, constraints=constraints, watch=watch
+        )
     return noted(plan, f"none of the {len(cards)} known cards is large enough; the largest is {largest.title}")
+
+
+@contextlib.contextmanager
+def _naming(card: DeviceProfile, known: str, watch: Watch) -> Iterator[None]:
+    """Adds the card, and what is known of the cards that were tried before, to the message of a `TimeLimitError`."""
+    try:
+        yield
+    except TimeLimitError as error:
+        more = "let it run longer" if watch.is_ended else "give more time (--time-limit)"
+        raise TimeLimitError(
+            f"planning ended {watch.cause}, during the search for a plan for the card {card.title}"
+            f"{known and '; '}{known}; {more}, or name a card (--gpu) and its --vram"
+        ) from error

@@ -237,7 +237,7 @@ def test_a_technique_that_cannot_be_rehearsed_alone_is_one_stage_with_the_next(p
 
 def test_snapshots_of_baseline_and_plan_replay_to_the_plans_peaks(plan_and_recordings, tmp_path):
     _, recordings = plan_and_recordings
-    paths = write_snapshots(recordings, tmp_path / "step.pickle")
+    paths = [*write_snapshots(recordings, tmp_path / "step.pickle")]
     assert [path.name for path in paths] == ["step.pickle", "step.baseline.pickle"]
     for path, recording in zip(paths, (recordings.planned, recordings.baseline), strict=True):
         result = replay_history(load(path))

@@ -274,7 +274,7 @@ def test_if_the_time_is_up_the_largest_batch_that_is_known_to_fit_is_certified(m
         watch.end()
 
     plan = searched("plan", interrupt, Watch(report=lambda progress: stages.append(progress.stage)), monkeypatch)
-    assert stages[:2] == ["largest batch", "largest batch: rehearsing the step"]
+    assert stages[:2] == ["largest batch", "largest batch: loading the model"]
     assert f"at least {max(fitting):,} samples fit: rehearsing the step" in stages
     assert stages[-1] == f"certifying a plan for {max(fitting):,} samples: rehearsing the step"
     assert plan.fits and plan.workload.batch_size == max(fitting) > 64
@@ -371,8 +371,8 @@ def test_if_the_time_is_up_before_a_card_is_found_the_message_says_how_many_were
     smaller = sum(profiles.load(name).vram_bytes < 4 * 200_000 * 40_000 for name in profiles.known())
     with pytest.raises(TimeLimitError) as caught:
         smallest_card(workload(model, batch, loss_fn=squares), constraints, watch)
-    assert str(caught.value).startswith("planning ended by Ctrl-C after 0 s, while it looked for a plan for the card ")
-    assert f": no plan fits the {smaller} cards tried before it; give more time" in str(caught.value)
+    assert str(caught.value).startswith("planning ended by Ctrl-C after ")
+    assert f"; no plan fits the {smaller} cards tried before it; let it run longer, or name a" in str(caught.value)
     assert re.fullmatch(rf"card {smaller + 1} of \d\d, .*: rehearsing the step", stages[-1])
 
 

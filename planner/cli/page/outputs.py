@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 
 from planner.cli.output_files import baseline_path
 from planner.cli.page.page import page
@@ -18,8 +19,8 @@ from planner.rewrite.emitter.emit import source
 from planner.snapshot.write import write_snapshot
 
 
-def write_recordings(answer: Plan | Tradeoff, options: argparse.Namespace) -> list[pathlib.Path]:
-    """Rehearse the step without and with the plan, write the files that the options name, and return their paths.
+def write_recordings(answer: Plan | Tradeoff, options: argparse.Namespace) -> Iterator[pathlib.Path]:
+    """Rehearse the step without and with the plan, write the files that the options name, and yield their paths.
 
     The page of a trade-off shows the fastest plan inside the budget, or the smallest plan if there is none.
 
@@ -29,14 +30,12 @@ def write_recordings(answer: Plan | Tradeoff, options: argparse.Namespace) -> li
     tradeoff = answer if isinstance(answer, Tradeoff) else None
     plan = answer if isinstance(answer, Plan) else shown_plan(answer)
     recordings = rehearse_plan(plan, gpu=options.gpu)
-    written = []
     if options.report is not None:
         stages = rehearse_stages(plan, recordings)
         write_atomically(options.report, page(plan, recordings, stages, source(plan), tradeoff))
-        written.append(options.report)
+        yield options.report
     if options.snapshot is not None:
-        written += write_snapshots(recordings, options.snapshot)
-    return written
+        yield from write_snapshots(recordings, options.snapshot)
 
 
 def shown_plan(tradeoff: Tradeoff) -> Plan:
@@ -45,8 +44,8 @@ def shown_plan(tradeoff: Tradeoff) -> Plan:
     return dataclasses.replace(plan, vram_bytes=tradeoff.vram_bytes, fits=tradeoff.fits)
 
 
-def write_snapshots(recordings: PlanRecordings, path: pathlib.Path) -> list[pathlib.Path]:
-    """Write the allocations of the step as memory snapshots, and return the paths of the files.
+def write_snapshots(recordings: PlanRecordings, path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Write the allocations of the step as memory snapshots, and yield the paths of the files.
 
     If the plan changes nothing, the only file is that of the baseline, at `path` itself.
 
@@ -55,8 +54,10 @@ def write_snapshots(recordings: PlanRecordings, path: pathlib.Path) -> list[path
         PlanFileError: a file cannot be written.
     """
     if recordings.planned is None:
-        return [_write(recordings.baseline, path)]
-    return [_write(recordings.planned, path), _write(recordings.baseline, baseline_path(path))]
+        yield _write(recordings.baseline, path)
+    else:
+        yield _write(recordings.planned, path)
+        yield _write(recordings.baseline, baseline_path(path))
 
 
 def _write(recorded: Recorded, path: pathlib.Path) -> pathlib.Path:
