@@ -107,7 +107,7 @@ def _largest_batch(needs: BatchNeeds) -> tuple[int, int]:
 
 def _progress(needs: BatchNeeds) -> str:
     known = max(needs.sizes_that_fit(), default=None)
-    return "largest batch" if known is None else f"at least {_fitting(known)}"
+    return "searching for the largest batch" if known is None else f"at least {_fitting(known)}"
 
 
 def _fitting(samples: int) -> str:

@@ -271,7 +271,7 @@ NEVER_RETURNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "misbehaviour, forms", zip(NEVER_RETURNS, (["--json"], ["-q", "--vram", "1GiB"], ["--json"]), strict=True)
+    "misbehaviour, forms", [*zip(NEVER_RETURNS, (["--json"], ["-q", "--vram", "1GiB"], ["--json"]), strict=True)]
 )
 def test_the_time_limit_also_ends_code_that_builds_no_model(misbehaviour, forms, tmp_path):
     result = run(model(tmp_path, misbehaviour), "--gpu", "bare", "--time-limit", "1s", *forms)
@@ -281,6 +281,18 @@ def test_the_time_limit_also_ends_code_that_builds_no_model(misbehaviour, forms,
     assert result.returncode == 2 and re.search(message, result.stderr) and len(result.stderr.splitlines()) == 1
     if "--json" in forms:
         assert json.loads(result.stdout)["error"]["type"] == "TimeLimitError"
+
+
+@pytest.mark.slow
+def test_the_message_about_such_code_names_the_stage_of_a_search_for_the_largest_batch(tmp_path):
+    result = run(
+        model(tmp_path, "while True: pass"), "--gpu", "bare", "--vram", "1GiB", "--largest-batch", "--time-limit", "6s"
+    )
+    assert result.returncode == 2
+    assert (
+        "planning ended after the time limit of 6 s while searching for the largest batch: loading the model"
+        in result.stderr
+    )
 
 
 def test_a_file_that_the_models_code_holds_in_a_cycle_is_written(tmp_path):

@@ -274,7 +274,7 @@ def test_if_the_time_is_up_the_largest_batch_that_is_known_to_fit_is_certified(m
         watch.end()
 
     plan = searched("plan", interrupt, Watch(report=lambda progress: stages.append(progress.stage)), monkeypatch)
-    assert stages[:2] == ["largest batch", "largest batch: loading the model"]
+    assert stages[:2] == ["searching for the largest batch", "searching for the largest batch: loading the model"]
     assert f"at least {max(fitting):,} samples fit: rehearsing the step" in stages
     assert stages[-1] == f"certifying a plan for {max(fitting):,} samples: rehearsing the step"
     assert plan.fits and plan.workload.batch_size == max(fitting) > 64
