@@ -217,8 +217,8 @@ FAULTS = (
     Fault(
         name="command-succeeds-without-a-plan",
         path="planner/cli/command.py",
-        old="    return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT",
-        new="    return FITS if verification is None or verification.kept else DOES_NOT_FIT",
+        old="    return FITS if answer.fits and is_kept else DOES_NOT_FIT",
+        new="    return FITS if is_kept else DOES_NOT_FIT",
         tests=(
             "tests/cli/test_cli.py"
             "::test_when_nothing_fits_the_shortfall_and_the_binding_term_are_reported_and_the_exit_code_is_one",
@@ -228,7 +228,7 @@ FAULTS = (
     Fault(
         name="command-succeeds-with-a-broken-promise",
         path="planner/cli/command.py",
-        old="    return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT",
+        old="    return FITS if answer.fits and is_kept else DOES_NOT_FIT",
         new="    return FITS if answer.fits else DOES_NOT_FIT",
         tests=("tests/rewrite/on_gpu/test_verification.py::test_the_command_says_whether_the_promise_is_kept",),
         why="--verify finds a broken promise and the exit code says success",

@@ -145,8 +145,8 @@ FAULTS = (
     Fault(
         name="ctrl-c-after-planning-loses-the-answer",
         path="planner/cli/command.py",
-        old="        if not _was_interrupted(error, watch):\n            raise\n        return written",
-        new="        if error:\n            raise\n        return written",
+        old="        if not _was_interrupted(error, watch):\n            raise\n    return outputs",
+        new="        if error:\n            raise\n    return outputs",
         tests=(
             "tests/progress/test_progress.py::test_ctrl_c_after_planning_loses_neither_the_answer_nor_what_was_written",
         ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from planner.cli import keep_imports
 from planner.cli.hub import refuse_unreachable
 from planner.cli.option_checks import emitted_form, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.cli.options import parser
-from planner.cli.output_files import refuse_to_overwrite, write_outputs
+from planner.cli.output_files import lines_to_paste, refuse_to_overwrite, write_outputs
 from planner.errors import (
     BudgetError,
     MachineError,
@@ -43,6 +44,7 @@ from planner.progress import Watch, streams
 from planner.progress.display import shown
 from planner.progress.durations import parse_duration
 from planner.progress.stuck import ended_if_stuck
+from planner.spawned.interrupts import interrupts_held_back
 
 if TYPE_CHECKING:
     import pathlib
@@ -99,10 +101,52 @@ def _on_model(words: list[str], out: TextIO) -> int:
             watch = Watch(seconds=_limit_seconds(options), report=report)
             answer = _answer(options, watch, lambda: end(watch))
             afterwards = Watch(report=report, elapsed_seconds=watch.elapsed_seconds)
-            lines = _lines_to_paste(answer, options)
-            written, verification, missing = _outputs(answer, options, afterwards)
+            outputs = _make_outputs(answer, options, afterwards)
     except BaseException as error:
         return _refuse(_refusal(error, watch), as_json=options.json, out=out)
+    with contextlib.suppress(KeyboardInterrupt), interrupts_held_back():  # raised when all is printed
+        _print_answer(answer, outputs, options, out)
+    if outputs.missing:
+        return COULD_NOT_RUN
+    is_kept = outputs.verification is None or outputs.verification.kept
+    return FITS if answer.fits and is_kept else DOES_NOT_FIT
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Outputs:
+    """Results of the command other than its report."""
+
+    lines: str = ""
+    """Lines to paste into a script, with their heading."""
+    written: list[pathlib.Path] = dataclasses.field(default_factory=list)
+    """Paths of the files that were written."""
+    verification: Verification | CpuVerification | None = None
+    missing: str = ""
+    """Words that say what is missing because of Ctrl-C; empty if nothing is missing."""
+
+
+def _make_outputs(answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch) -> _Outputs:
+    """Write the files that the options name, and verify the plan if they ask for it.
+
+    If Ctrl-C ends this, no error is raised, because the answer must still be printed.
+    """
+    outputs = _Outputs(missing="not everything was written" + (", and the plan was not verified" * options.verify))
+    try:
+        outputs.lines = lines_to_paste(answer, options)
+        for path in write_outputs(answer, options, watch):
+            outputs.written.append(path)
+        outputs.missing = "the plan was not verified"
+        outputs.verification = _verify(answer, options, watch)
+        outputs.missing = ""
+    except BaseException as error:
+        if not _was_interrupted(error, watch):
+            raise
+    return outputs
+
+
+def _print_answer(answer: Plan | Tradeoff, outputs: _Outputs, options: argparse.Namespace, out: TextIO) -> None:
+    """Print the answer in the form that the options ask for, and the names of the files that were written."""
+    verification = outputs.verification
     if options.json:
         measured = {} if verification is None else {"verification": verification.to_json()}
         print(json.dumps({**answer.to_json(), "seconds": answer.seconds, **measured}, indent=2), file=out)
@@ -111,41 +155,17 @@ def _on_model(words: list[str], out: TextIO) -> int:
         print(f"{answer.summary()}{verdict}", file=out)
     else:
         _print(answer, verification, out)
-        if lines:
-            print(lines, file=out)
-        for path in written:
+        if outputs.lines:
+            print(outputs.lines, file=out)
+        for path in outputs.written:
             print(f"wrote {plain_line(str(path))}", file=sys.stderr)
-        is_emitted = options.emit in written and emitted_form(options) == "python"
+        is_emitted = options.emit in outputs.written and emitted_form(options) == "python"
         if is_emitted and not isinstance(answer, Tradeoff) and cards_of(answer.decisions) > 1:
             from planner.rewrite.emitted_code import torchrun
 
             print(f"start it with: {torchrun(answer)} {options.emit}", file=sys.stderr)
-    if missing:
-        print(f"plan: interrupted: {missing}", file=sys.stderr)
-        return COULD_NOT_RUN
-    return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
-
-
-def _outputs(
-    answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch
-) -> tuple[list[pathlib.Path], Verification | CpuVerification | None, str]:
-    """Write the files that the options name, and verify the plan if they ask for it.
-
-    Returns:
-        The paths of the files that were written, the verification, and a text that says what is missing if Ctrl-C
-        ended this ('' if nothing is). Ctrl-C raises no error here, because the answer must still be printed.
-    """
-    written: list[pathlib.Path] = []
-    missing = "not all files were written" + (", and the plan was not verified" if options.verify else "")
-    try:
-        for path in write_outputs(answer, options, watch):
-            written.append(path)
-        missing = "the plan was not verified"
-        return written, _verify(answer, options, watch), ""
-    except BaseException as error:
-        if not _was_interrupted(error, watch):
-            raise
-        return written, None, missing
+    if outputs.missing:
+        print(f"plan: interrupted: {outputs.missing}", file=sys.stderr)
 
 
 def _refusal(error: BaseException, watch: Watch) -> PlannerError:
@@ -260,22 +280,6 @@ def _print(answer: Plan | Tradeoff, verification: Verification | CpuVerification
         _console(out).print(render_cpu_verification(verification))
     else:
         _console(out).print(render_verification(verification))
-
-
-def _lines_to_paste(answer: Plan | Tradeoff, options: argparse.Namespace) -> str:
-    """Return the lines that `--for` asks for with their heading; '' without it, or if `--emit` writes them.
-
-    Raises:
-        PlannerError: that kind of loop cannot follow the plan.
-    """
-    if options.loop is None or isinstance(answer, Tradeoff):
-        return ""
-    if emitted_form(options) == "config" and answer.model.program:
-        return ""
-    from planner.cli.training_lines import training_lines
-
-    where = "save as a config file" if answer.model.program else "paste into your script"
-    return f"\n{where}:\n\n{training_lines(answer, options.loop, options.save)}"
 
 
 def _limit_seconds(options: argparse.Namespace) -> float | None:

@@ -1,4 +1,4 @@
-"""The files that the `plan` command writes, and the check that no other file is overwritten."""
+"""The outputs of the `plan` command other than its report, and the check that no other file is overwritten."""
 
 from __future__ import annotations
 
@@ -142,3 +142,19 @@ def write_outputs(answer: Plan | Tradeoff, options: argparse.Namespace, watch: W
 
         watch.stage("rehearsing the step without and with the plan")
         yield from write_recordings(answer, options)
+
+
+def lines_to_paste(answer: Plan | Tradeoff, options: argparse.Namespace) -> str:
+    """Return the lines that `--for` asks for with their heading; '' without it, or if `--emit` writes them.
+
+    Raises:
+        PlannerError: that kind of loop cannot follow the plan.
+    """
+    if options.loop is None or isinstance(answer, Tradeoff):
+        return ""
+    if emitted_form(options) == "config" and answer.model.program:
+        return ""
+    from planner.cli.training_lines import training_lines
+
+    where = "save as a config file" if answer.model.program else "paste into your script"
+    return f"\n{where}:\n\n{training_lines(answer, options.loop, options.save)}"

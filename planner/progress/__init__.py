@@ -82,6 +82,8 @@ class Watch:
         """Returns the words that stand before the stage in progress records (`apart`); None for none."""
         self._best: tuple[int, float] | None = None
         self._is_ended = self._goes_on = False
+        self._ended_seconds: float | None = None
+        """Time in seconds at which the user ended the search; None if the user did not."""
         self._work: Callable[[], object] | None = None
         self._is_working = False
         self.recalled = 0
@@ -124,11 +126,12 @@ class Watch:
     def cause(self) -> str:
         """The reason why planning ends early, in words: 'after the time limit of 30 s' or 'by Ctrl-C after 12 s'."""
         if self._is_ended or self.limit_seconds is None:
-            return f"by Ctrl-C after {self.elapsed_seconds:.0f} s"
+            return f"by Ctrl-C after {self._ended_seconds or self.elapsed_seconds:.0f} s"
         return f"after the time limit of {self.limit_seconds:g} s"
 
     def end(self) -> None:
         """End planning with the best plan so far, as if the time limit were over. May be called by a signal handler."""
+        self._ended_seconds = self._ended_seconds or self.elapsed_seconds
         self._is_ended = True
 
     def check(self) -> None:
