@@ -170,4 +170,23 @@ FAULTS = (
         tests=("tests/progress/test_progress.py::test_plans_of_searches_apart_are_not_the_best_plan",),
         why="progress shows a plan of another batch size as the best one, inside a budget that no plan fits",
     ),
+    Fault(
+        name="undecided-programs-of-a-slower-plan-do-not-count",
+        path="planner/choose/searches.py",
+        old="for used, chooser in self._made if used in used_for",
+        new="for used, chooser in self._made if used == constraints",
+        tests=(
+            "tests/choose/test_time_limits.py"
+            "::test_programs_without_an_answer_count_for_the_constraints_of_their_plans",
+        ),
+        why="a plan that is slower than allowed has a proven gap, although an integer program had no answer",
+    ),
+    Fault(
+        name="the-cause-names-the-present-second",
+        path="planner/progress/__init__.py",
+        old="by Ctrl-C after {self._ended_seconds or self.elapsed_seconds:.0f} s",
+        new="by Ctrl-C after {self.elapsed_seconds:.0f} s",
+        tests=("tests/progress/test_progress.py::test_the_cause_names_the_second_of_ctrl_c",),
+        why="a note says that Ctrl-C came later than it did",
+    ),
 )

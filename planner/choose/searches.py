@@ -124,8 +124,12 @@ class Searches:
         return guessing + sum(chooser.solve_seconds for _, chooser in self._made)
 
     def undecided(self, constraints: Constraints) -> int:
-        """Returns the number of integer programs that hit their time limit without an answer."""
-        return sum(chooser.undecided for chooser in self._under(constraints))
+        """Returns the number of integer programs that hit their time limit without an answer.
+
+        Searches without a limit on the slowdown count, too: their plans are reported if no plan is fast enough.
+        """
+        used_for = constraints, dataclasses.replace(constraints, max_slowdown=None)
+        return sum(chooser.undecided for used, chooser in self._made if used in used_for)
 
     def promised(self, constraints: Constraints) -> tuple[Choice, ...]:
         """Returns the best and the smallest choice of the latest search, which may not have been certified yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+import types
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from planner import pipeline, profiles
 from planner.choose import fitting, pareto_front, planning_session
 from planner.choose.choice import Prediction
 from planner.choose.planning_session import PlanningSession
+from planner.choose.searches import Searches
 from planner.estimate.footprint import AllocatingStep, measure, runs_within
 from planner.estimate.kernel_notes import kernel_notes
 from planner.estimate.roofline import op_times_ns
 from planner.estimate.smallest_total import predicted_missing_bytes, smallest_of, smallest_total_bytes
 from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.decision_base import Fidelity
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.sizes import MIB
 from planner.profiles import bare
@@ -289,3 +292,12 @@ def test_notes_on_convolutions_leave_out_what_would_be_computed_after_the_end():
             "Under the budget, PyTorch leaves out algorithms whose workspaces do not fit. Planning ended before"
             in short
         )
+
+
+def test_programs_without_an_answer_count_for_the_constraints_of_their_plans():
+    searches, limited = Searches(), dataclasses.replace(CONSTRAINTS, max_slowdown=1.2)
+    relaxed = dataclasses.replace(CONSTRAINTS, fidelity=Fidelity.PARTIAL)
+    for number, constraints in enumerate((CONSTRAINTS, limited, relaxed)):
+        searches.add(constraints, types.SimpleNamespace(undecided=10**number))
+    # If no plan is fast enough, one from a search without the limit is reported.
+    assert [searches.undecided(asked) for asked in (CONSTRAINTS, limited, relaxed)] == [1, 11, 100]

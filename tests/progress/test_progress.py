@@ -68,6 +68,15 @@ def test_a_record_reads_as_one_line():
     assert str(best) == "searching: best so far 5.31 GiB at 1.12 x, 14 s"
 
 
+def test_the_cause_names_the_second_of_ctrl_c(monkeypatch):
+    watch, began = Watch(), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 16.2)
+    watch.end()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 18.9)
+    watch.end()
+    assert watch.cause == "by Ctrl-C after 16 s"
+
+
 def test_plans_of_searches_apart_are_not_the_best_plan():
     records: list[Progress] = []
     watch = Watch(report=records.append)
